@@ -1,0 +1,15 @@
+"""v41: DeepSeek-V4.1-Flash's serving schedule, derived from its plain PyTorch definition.
+
+torch.compile(model, backend="v41") is the way in; `v41.collect()` gathers the reports of what was compiled. Importing this package
+imports neither the compiler nor a kernel.
+"""
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name == "collect":
+        from v41.report import collect
+
+        return collect
+    raise AttributeError(f"module 'v41' has no attribute {name!r}")

@@ -1,0 +1,41 @@
+"""Every way v41 refuses: one type a fact, each with what was found, where, and what to do."""
+
+from __future__ import annotations
+
+
+class V41Error(Exception):
+    """What was found, where, what to do. `facts` fill the class's two sentences; `where` is a model line, a file or an option."""
+
+    found = fix = ""
+
+    def __init__(self, where: object, **facts: object) -> None:
+        self.where, self.facts = where, facts
+        super().__init__(f"{self.found.format(**facts)}\n  at   {where}\n  fix  {self.fix.format(**facts)}")
+
+
+class UnknownOption(V41Error):
+    """facts: option, known (both as text)."""
+
+    found = "v41 has no option {option}"
+    fix = "use one of: {known}"
+
+
+class InvalidOptionValue(V41Error):
+    """facts: option, value, allowed (as text)."""
+
+    found = "option {option} cannot be {value}"
+    fix = "use {allowed}"
+
+
+class ModeRefused(V41Error):
+    """facts: mode, known."""
+
+    found = "v41 has no modes, and was given mode={mode!r}"
+    fix = "drop mode= and choose with options=: {known}"
+
+
+class GradientsRequested(V41Error):
+    """facts: count, total, first."""
+
+    found = "{count} of {total} inputs require gradients; the first is {first}"
+    fix = "call the model under torch.no_grad() or torch.inference_mode(): v41 compiles inference only"

@@ -1,0 +1,39 @@
+"""What `torch.compile(model, backend="v41", options={...})` may say, and the effective value of each, with who set it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from v41.errors import InvalidOptionValue, ModeRefused, UnknownOption
+
+CODEGENS = ("auto", "eager", "inductor")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`codegen`: how pieces run. "eager" runs their ATen nodes, "inductor" compiles them with the rounding points kept, "auto" takes
+    Inductor where it can keep them on this torch and device, else eager (the report says which and why).
+    `verify`: check every program after every pass (lint, order, meta, effects, aliases, signature).
+    """
+
+    codegen: str = "auto"
+    verify: bool = False
+
+
+def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
+    """Options from torch.compile's keywords. UnknownOption, InvalidOptionValue or ModeRefused say what exists."""
+    known = ", ".join(f"{field.name} (default {field.default!r})" for field in fields(Options))
+    if mode not in (None, "default"):
+        raise ModeRefused("torch.compile(mode=...)", mode=mode, known=known)
+    given = dict(options or {})
+    for name in given:
+        if name not in {field.name for field in fields(Options)}:
+            raise UnknownOption("torch.compile(options=...)", option=name, known=known)
+    parsed = Options(**given)
+    if parsed.codegen not in CODEGENS:
+        raise InvalidOptionValue("torch.compile(options=...)", option="codegen", value=parsed.codegen, allowed=" or ".join(CODEGENS))
+    if not isinstance(parsed.verify, bool):
+        raise InvalidOptionValue("torch.compile(options=...)", option="verify", value=parsed.verify, allowed="True or False")
+    return parsed

@@ -1,0 +1,193 @@
+"""Regions: a convex ATen subgraph moved into a submodule that keeps it as body, with a kind and attributes.
+
+    before   a -> n1 -> n2 -> b
+    after    a -> invoke_subgraph(region_0, "kind:0", a...) -> getitem -> b        region_0: a -> n1 -> n2
+
+The carrier is torch.ops.higher_order.invoke_subgraph, so running the body is the meaning, the fallback and the oracle of a
+kernel, and Inductor inlines it unasked. Outlining moves nodes, in order, and rewrites none: it cannot change a value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+META = "v41_region"  # the key of a body's GraphModule.meta under which its Region lies
+invoke_subgraph = torch.ops.higher_order.invoke_subgraph
+
+
+@dataclass(frozen=True)
+class Region:
+    """What a body is: `kind` names the matched structure, `attrs` the facts a kernel generator may use (read from the graph)."""
+
+    kind: str
+    attrs: dict[str, Any]
+
+
+class NotOutlinable(AssertionError):
+    """Our bug: a pass asked for a set of nodes that is not convex, or that effects would have to cross."""
+
+
+def region_of(call: Node) -> Region:
+    """The Region of an invoke_subgraph call node made by `outline`. KeyError for a subgraph call that is no region."""
+    return body_of(call).meta[META]
+
+
+def body_of(call: Node) -> GraphModule:
+    """The GraphModule a subgraph call runs."""
+    assert call.graph.owning_module is not None
+    body = call.graph.owning_module.get_submodule(str(call.args[0].target))  # type: ignore[union-attr]
+    assert isinstance(body, GraphModule)
+    return body
+
+
+def is_region(node: Node, kind: str | None = None) -> bool:
+    """Whether `node` calls a region (of `kind`, if given)."""
+    if node.op != "call_function" or node.target is not invoke_subgraph:
+        return False
+    region = body_of(node).meta.get(META)
+    return region is not None and kind in (None, region.kind)
+
+
+def regions(gm: GraphModule, kind: str | None = None) -> Iterator[Node]:
+    """Region call nodes of `gm` in graph order (not those nested inside other regions)."""
+    return (node for node in list(gm.graph.nodes) if is_region(node, kind))
+
+
+def outline(gm: GraphModule, nodes: Iterable[Node], *, kind: str, **attrs: Any) -> Node:
+    """Moves `nodes` of `gm` into a region of `kind` and returns the call node.
+
+    `nodes` must be convex (no path leaves and comes back). Inputs are the outside values read, in order of first read; outputs
+    the inside values read outside, in graph order. The subgraph references and getitems of a nested region come along by
+    themselves. Nodes between the first and last that read the region move behind it, in order; an effect among them is refused.
+    """
+    inside = _closed(gm, nodes)
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    members = sorted(inside, key=order.__getitem__)
+    outputs = [node for node in members if node.op != "get_attr" and any(user not in inside for user in node.users)]
+    if not outputs:
+        raise NotOutlinable(f"nothing outside reads any of {members}")
+    late = _readers_in_between(gm, inside, members[0], members[-1])
+
+    body, operands = _body(gm, members, outputs)
+    name = _free_name(gm, kind)
+    gm.add_submodule(name, body)
+    body.meta[META] = Region(kind, dict(attrs))
+    anchor = members[-1]
+    with gm.graph.inserting_after(anchor):
+        call = gm.graph.call_function(invoke_subgraph, ())
+    with gm.graph.inserting_before(call):
+        subgraph = gm.graph.get_attr(name)
+    call.args = (subgraph, name, *operands)
+    call.meta["val"] = tuple(node.meta["val"] for node in outputs)
+    call.meta.update({key: anchor.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in anchor.meta})
+    after = call
+    for index, node in enumerate(outputs):
+        with gm.graph.inserting_after(after):
+            after = gm.graph.call_function(operator.getitem, (call, index))
+        after.meta = dict(node.meta)
+        node.replace_all_uses_with(after, delete_user_cb=lambda user: user not in inside and user is not call)
+    for node in late:
+        after.append(node)
+        after = node
+    for node in reversed(members):
+        gm.graph.erase_node(node)
+    _drop_unused_submodules(gm, members)
+    return call
+
+
+def inline(gm: GraphModule, call: Node) -> None:
+    """Undoes `outline`: the body's nodes take the place of the call. The caller recompiles."""
+    body = body_of(call)
+    env: dict[Node, Any] = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), call.args[2:], strict=True))
+    with gm.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            copy = gm.graph.node_copy(node, env.__getitem__)
+            if node.op == "get_attr":
+                copy.target = _free_name(gm, str(node.target))
+                gm.add_submodule(copy.target, body.get_submodule(str(node.target)))
+            env[node] = copy
+    (results,) = body.graph.output_node().args
+    for user in list(call.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(env[results[user.args[1]]])  # type: ignore[index]
+        gm.graph.erase_node(user)
+    subgraph = call.args[0]
+    assert isinstance(subgraph, Node)
+    gm.graph.erase_node(call)
+    if not subgraph.users:
+        gm.graph.erase_node(subgraph)
+        gm.delete_submodule(str(subgraph.target))
+
+
+def _closed(gm: GraphModule, nodes: Iterable[Node]) -> set[Node]:
+    """`nodes` with what cannot be parted from them: a nested call's subgraph reference and its getitems."""
+    inside = set(nodes)
+    for node in list(inside):
+        if node.target is invoke_subgraph:
+            inside.add(node.args[0])  # type: ignore[arg-type]
+            inside.update(user for user in node.users if user.target is operator.getitem)
+    for node in inside:
+        if node.graph is not gm.graph or node.op in ("placeholder", "output"):
+            raise NotOutlinable(f"{node} cannot move into a region")
+    return inside
+
+
+def _readers_in_between(gm: GraphModule, inside: set[Node], first: Node, last: Node) -> list[Node]:
+    """Outside nodes between `first` and `last` that read the region, in graph order."""
+    late: dict[Node, None] = {}
+    node = first
+    while node is not last:
+        if node in inside:
+            crossing = next((arg for arg in node.all_input_nodes if arg in late), None)
+            if crossing is not None:
+                raise NotOutlinable(f"not convex: {node} reads {crossing}, which reads the region")
+        elif any(arg in inside or arg in late for arg in node.all_input_nodes):
+            if node.is_impure():
+                raise NotOutlinable(f"{node} has an effect and would have to move")
+            late[node] = None
+        node = node.next
+    crossing = next((arg for arg in last.all_input_nodes if arg in late), None)
+    if crossing is not None:
+        raise NotOutlinable(f"not convex: {last} reads {crossing}, which reads the region")
+    return list(late)
+
+
+def _body(gm: GraphModule, members: list[Node], outputs: list[Node]) -> tuple[GraphModule, list[Node]]:
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    inside = set(members)
+    for arg in (arg for node in members for arg in node.all_input_nodes if arg not in inside):
+        if arg not in env:
+            env[arg] = graph.placeholder(arg.name)
+            env[arg].meta = {key: arg.meta[key] for key in ("val",) if key in arg.meta}
+    operands = list(env)
+    submodules: dict[str, torch.nn.Module] = {}
+    for node in members:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        if node.op == "get_attr":
+            submodules[str(node.target)] = gm.get_submodule(str(node.target))
+    graph.output(tuple(env[node] for node in outputs))
+    return GraphModule(submodules, graph), operands
+
+
+def _free_name(gm: GraphModule, stem: str) -> str:
+    stem = stem.rstrip("0123456789").rstrip("_")
+    index = 0
+    while hasattr(gm, f"{stem}_{index}"):
+        index += 1
+    return f"{stem}_{index}"
+
+
+def _drop_unused_submodules(gm: GraphModule, members: list[Node]) -> None:
+    used = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}
+    for node in members:
+        if node.op == "get_attr" and str(node.target) not in used:
+            gm.delete_submodule(str(node.target))

@@ -1,0 +1,102 @@
+"""What the compiler did and why: a decision per site, a run per pass, a report per compiled graph. Part of the result, never a log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from v41.regions import Region, region_of
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One site: applied with its region (if it made one), or refused with the rule that broke and the node that broke it."""
+
+    applied: bool
+    node: str  # name of the site: the region's call, or the last node of what was refused
+    source: str  # "model_def/mhc.py:31  m = m / (m.sum(-1) + eps)", the innermost line of the user's model
+    rule: str | None = None  # the sentence that does not hold; None when applied
+    culprit: str | None = None  # the node that breaks it
+    region: Region | None = None
+
+
+@dataclass
+class PassRun:
+    """What one pass did to one graph. `failure` names what went wrong; the graph was then restored and the pass counted as off."""
+
+    name: str
+    decisions: list[Decision]
+    nodes_before: int
+    nodes_after: int
+    milliseconds: float
+    failure: str | None = None
+    warning: str | None = None  # e.g. a pass that expects sites in every V4.1 graph saw none
+
+    @property
+    def applied(self) -> int:
+        return sum(decision.applied for decision in self.decisions)
+
+    @property
+    def refused(self) -> int:
+        return len(self.decisions) - self.applied
+
+
+@dataclass
+class CompileReport:
+    """One compiled graph: effective options with who set them, passes, pieces, and whatever did not go the intended way."""
+
+    options: dict[str, tuple[object, str]] = field(default_factory=dict)  # name -> (effective value, who set it and why)
+    passes: list[PassRun] = field(default_factory=list)
+    pieces: int = 0
+    artifacts: int = 0  # distinct compiled artifacts; pieces - artifacts were shared by structure
+    fallbacks: list[str] = field(default_factory=list)  # "piece 3 runs as eager: ..."
+    graph_break: str | None = None  # why Dynamo ended this graph early, with the user's line
+    seconds: dict[str, float] = field(default_factory=dict)  # phase -> wall time
+
+
+_COLLECTORS: ContextVar[tuple[list[CompileReport], ...]] = ContextVar("v41_report_collectors", default=())
+
+
+@contextmanager
+def collect() -> Iterator[list[CompileReport]]:
+    """Reports of every graph that v41 compiles inside the block, in order.
+
+        with v41.collect() as reports:
+            compiled(batch, cache)
+    """
+    reports: list[CompileReport] = []
+    token = _COLLECTORS.set((*_COLLECTORS.get(), reports))
+    try:
+        yield reports
+    finally:
+        _COLLECTORS.reset(token)
+
+
+def publish(report: CompileReport) -> None:
+    """Hands a finished report to every `collect` block around."""
+    for reports in _COLLECTORS.get():
+        reports.append(report)
+
+
+def applied(call: Node) -> Decision:
+    """The decision for a site that became the region `call`."""
+    return Decision(True, call.name, source_of(call), region=region_of(call))
+
+
+def refused(node: Node, rule: str, culprit: Node) -> Decision:
+    """The decision for a site, named by its last node, that `rule` forbids because of `culprit`."""
+    return Decision(False, node.name, source_of(node), rule, culprit.name)
+
+
+def source_of(node: Node) -> str:
+    """`file:line  code` of the innermost frame that Dynamo recorded for `node`; "unknown" where it recorded none."""
+    frames = re.findall(r'File "(.+?)", line (\d+), in .+\n(?:\s+(.+))?', node.meta.get("stack_trace") or "")
+    if not frames:
+        return "unknown"
+    path, line, code = frames[-1]
+    return f"{'/'.join(path.split('/')[-2:])}:{line}  {code}".rstrip()
