@@ -1,0 +1,1 @@
+"""Runs what was compiled: pieces in the order of the Plan."""

@@ -1,0 +1,1 @@
+"""The `v41` command."""

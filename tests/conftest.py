@@ -1,0 +1,40 @@
+"""What every test gets: one thread, a compiler without memory of other files, golden data or a skip that says so."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the workers of one run share the cores
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compile processes beside them
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = Path(os.environ.get("V41_GOLDEN") or ROOT.parent / "shared" / "golden")
+
+PATIENT = settings(deadline=None, suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large))
+settings.register_profile("default", PATIENT, derandomize=True, max_examples=25)
+settings.register_profile("nightly", PATIENT, max_examples=400)
+settings.load_profile(os.environ.get("V41_HYPOTHESIS", "default"))
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of golden data (reference forwards). Where it is absent, tests that need it skip."""
+    if not GOLDEN.is_dir():
+        pytest.skip(f"no golden data at {GOLDEN}; V41_GOLDEN names another folder")
+    return GOLDEN
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_memory_of_other_files() -> Iterator[None]:
+    """Compiled code and recompile counts of one test file do not reach the next."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        import torch
+
+        torch.compiler.reset()

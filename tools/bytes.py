@@ -1,0 +1,26 @@
+"""Text as token ids without a vocabulary file: one id per byte of its UTF-8, so any model of 256 entries or more can read it.
+
+    "Hi" -> [72, 105] -> "Hi"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.resources import files
+
+VOCABULARY = 256
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def decode(ids: Iterable[int]) -> str:
+    """The text of `ids`. Ids past the last byte and bytes that form no character show as U+FFFD."""
+    parts = (bytes([token]) if token < VOCABULARY else b"\xff" for token in ids)  # 0xff is in no UTF-8 text
+    return b"".join(parts).decode(errors="replace")
+
+
+def packaged_prompts() -> list[str]:
+    """The texts that `v41 generate` reads when it is given none: one a line of prompts.txt, of very different lengths."""
+    return files("v41.tools").joinpath("prompts.txt").read_text(encoding="utf-8").splitlines()
