@@ -1,7 +1,7 @@
 """v41: DeepSeek-V4.1-Flash's serving schedule, derived from its plain PyTorch definition.
 
-torch.compile(model, backend="v41") is the way in; `v41.collect()` gathers the reports of what was compiled. Importing this package
-imports neither the compiler nor a kernel.
+torch.compile(model, backend="v41") is the way in; `v41.collect()` gathers the reports of what was compiled. Importing
+this package imports neither the compiler nor a kernel.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="v41", options={...})` may say, and the effective value of each, with who set it."""
+"""What `torch.compile(model, backend="v41", options={...})` may say: one frozen dataclass, each value checked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CODEGENS = ("auto", "eager", "inductor")
 
 @dataclass(frozen=True)
 class Options:
-    """`codegen`: how pieces run. "eager" runs their ATen nodes, "inductor" compiles them with the rounding points kept, "auto" takes
-    Inductor where it can keep them on this torch and device, else eager (the report says which and why).
+    """`codegen`: how pieces run. "eager" runs their ATen nodes, "inductor" compiles them with the rounding points kept,
+    "auto" takes Inductor where it can keep them on this torch and device, else eager (the report says which and why).
     `verify`: check every program after every pass (lint, order, meta, effects, aliases, signature).
     """
 
@@ -33,7 +33,11 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
             raise UnknownOption("torch.compile(options=...)", option=name, known=known)
     parsed = Options(**given)
     if parsed.codegen not in CODEGENS:
-        raise InvalidOptionValue("torch.compile(options=...)", option="codegen", value=parsed.codegen, allowed=" or ".join(CODEGENS))
+        raise _invalid("codegen", parsed.codegen, " or ".join(CODEGENS))
     if not isinstance(parsed.verify, bool):
-        raise InvalidOptionValue("torch.compile(options=...)", option="verify", value=parsed.verify, allowed="True or False")
+        raise _invalid("verify", parsed.verify, "True or False")
     return parsed
+
+
+def _invalid(option: str, value: object, allowed: str) -> InvalidOptionValue:
+    return InvalidOptionValue("torch.compile(options=...)", option=option, value=value, allowed=allowed)

@@ -3,8 +3,8 @@
     before   a -> n1 -> n2 -> b
     after    a -> invoke_subgraph(region_0, "kind:0", a...) -> getitem -> b        region_0: a -> n1 -> n2
 
-The carrier is torch.ops.higher_order.invoke_subgraph, so running the body is the meaning, the fallback and the oracle of a
-kernel, and Inductor inlines it unasked. Outlining moves nodes, in order, and rewrites none: it cannot change a value.
+The carrier is torch.ops.higher_order.invoke_subgraph, so running the body is the meaning, the fallback and the oracle
+of a kernel, and Inductor inlines it unasked. Outlining moves nodes, in order, and rewrites none: it changes no value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 @dataclass(frozen=True)
 class Region:
-    """What a body is: `kind` names the matched structure, `attrs` the facts a kernel generator may use (read from the graph)."""
+    """`kind` names the matched structure, `attrs` the facts read from the graph that a kernel generator may use."""
 
     kind: str
     attrs: dict[str, Any]
@@ -62,9 +62,10 @@ def regions(gm: GraphModule, kind: str | None = None) -> Iterator[Node]:
 def outline(gm: GraphModule, nodes: Iterable[Node], *, kind: str, **attrs: Any) -> Node:
     """Moves `nodes` of `gm` into a region of `kind` and returns the call node.
 
-    `nodes` must be convex (no path leaves and comes back). Inputs are the outside values read, in order of first read; outputs
-    the inside values read outside, in graph order. The subgraph references and getitems of a nested region come along by
-    themselves. Nodes between the first and last that read the region move behind it, in order; an effect among them is refused.
+    `nodes` must be convex (no path leaves and comes back). Inputs are the outside values read, in order of first read;
+    outputs the inside values read outside, in graph order. The subgraph references and getitems of a nested region come
+    along by themselves. Nodes between the first and last that read the region move behind it, in order; an effect among
+    them is refused.
     """
     inside = _closed(gm, nodes)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -85,7 +86,8 @@ def outline(gm: GraphModule, nodes: Iterable[Node], *, kind: str, **attrs: Any) 
         subgraph = gm.graph.get_attr(name)
     call.args = (subgraph, name, *operands)
     call.meta["val"] = tuple(node.meta["val"] for node in outputs)
-    call.meta.update({key: anchor.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in anchor.meta})
+    origin = ("stack_trace", "nn_module_stack", "custom")
+    call.meta.update({key: anchor.meta[key] for key in origin if key in anchor.meta})
     after = call
     for index, node in enumerate(outputs):
         with gm.graph.inserting_after(after):

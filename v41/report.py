@@ -1,4 +1,4 @@
-"""What the compiler did and why: a decision per site, a run per pass, a report per compiled graph. Part of the result, never a log."""
+"""What the compiler did and why: a decision per site, a run per pass, a report per graph. A result, never a log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from v41.regions import Region, region_of
 
 @dataclass(frozen=True)
 class Decision:
-    """One site: applied with its region (if it made one), or refused with the rule that broke and the node that broke it."""
+    """One site: applied with its region (if it made one), or refused with the rule that broke and the node at fault."""
 
     applied: bool
     node: str  # name of the site: the region's call, or the last node of what was refused
@@ -27,7 +27,7 @@ class Decision:
 
 @dataclass
 class PassRun:
-    """What one pass did to one graph. `failure` names what went wrong; the graph was then restored and the pass counted as off."""
+    """What one pass did to one graph. `failure` names what went wrong; the graph was then restored, the pass is off."""
 
     name: str
     decisions: list[Decision]
@@ -48,9 +48,9 @@ class PassRun:
 
 @dataclass
 class CompileReport:
-    """One compiled graph: effective options with who set them, passes, pieces, and whatever did not go the intended way."""
+    """One compiled graph: effective options with who set them, passes, pieces, and all that did not go as intended."""
 
-    options: dict[str, tuple[object, str]] = field(default_factory=dict)  # name -> (effective value, who set it and why)
+    options: dict[str, tuple[object, str]] = field(default_factory=dict)  # name -> (value, who set it and why)
     passes: list[PassRun] = field(default_factory=list)
     pieces: int = 0
     artifacts: int = 0  # distinct compiled artifacts; pieces - artifacts were shared by structure
