@@ -1,1 +1,1 @@
-"""From regions and pieces to code that runs: Triton for regions, Inductor for the rest."""
+"""Lowering: a piece of the program becomes something that runs. Inductor for most; generated Triton for regions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class V41Error(Exception):
-    """What was found, where, what to do. `facts` fill the class's two sentences; `where` is a model line, a file or an option."""
+    """What was found, where, what to do. `facts` fill the sentences; `where` is a model line, a file or an option."""
 
     found = fix = ""
 
@@ -39,3 +39,10 @@ class GradientsRequested(V41Error):
 
     found = "{count} of {total} inputs require gradients; the first is {first}"
     fix = "call the model under torch.no_grad() or torch.inference_mode(): v41 compiles inference only"
+
+
+class PieceInputMismatch(V41Error):
+    """facts: found, expected."""
+
+    found = "a compiled piece was given a tensor it was not compiled for: {found}"
+    fix = "the piece takes {expected}: hand it what the traced graph produces there, or compile it again"

@@ -1,0 +1,129 @@
+"""compile_piece: one piece of the program through Inductor, with every rounding point of the model kept.
+
+Inductor keeps values in fp32 registers and drops `.to(bf16).float()` between fused nodes. That changes the model (leaving
+the attention probabilities unrounded costs 3 % a layer), so pieces bypass Inductor's joint-graph passes and pattern matcher
+and compile under settings that make it round where eager rounds. A piece is a functional ATen graph with fake-tensor meta;
+sizes may be symbolic or unbacked. A cache write (index_put and copy_ back, or index_put_) stays in place:
+`reorder_for_locality` would move a read behind the write and force a copy of the whole cache. Regions are inlined first,
+so that Inductor fuses across them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from v41._compat import (
+    inductor_compile,
+    inductor_keeps_explicit_casts,
+    inductor_settings,
+    keep_output_strides,
+    keep_rounding_of,
+)
+from v41.lowering.piece_inputs import checker
+from v41.regions import inline, invoke_subgraph
+
+ROUNDED = (torch.bfloat16, torch.float16)
+
+
+def compile_piece(gm: GraphModule, name: str = "piece") -> Callable[..., tuple[Any, ...]]:
+    """A callable over the placeholders of `gm`, in order, that returns the outputs as a tuple. `gm` is left as it was.
+
+    Works inside a backend's compile and alone. `name` stands in the error for inputs the piece was not compiled for.
+    """
+    piece = flatten(gm)
+    placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
+    metas = [node.meta["val"] for node in placeholders]
+    mark_rounding(piece.graph)
+    keep_output_strides(piece.graph)
+    device = next((meta.device for meta in metas if isinstance(meta, Tensor) and meta.is_cuda), torch.device("cpu"))
+    check = checker(name, [node.name for node in placeholders], metas)
+    run = inductor_compile(piece, metas, inductor_settings(settings_for(device)))
+
+    def compiled(*args: Any) -> tuple[Any, ...]:
+        check(args)
+        return tuple(run(list(args)))
+
+    return compiled
+
+
+def settings_for(device: torch.device) -> dict[str, object]:
+    """Inductor settings by dotted name; those that a torch release lacks are dropped by whoever applies them."""
+    settings: dict[str, object] = {
+        "emulate_precision_casts": True,  # round where eager rounds
+        "pattern_matcher": False,  # its rewrites merge casts and swap mm + add for addmm, whose sum rounds once less
+        "reorder_for_locality": False,  # a read moved behind a cache write makes the write a copy of the cache
+        "aten_distributed_optimizations.enable_simple_overlap": False,  # hoists collectives over ops it cannot see
+        "triton.cudagraphs": False,  # capture belongs to the runtime
+    }
+    if device.type == "cuda" and not inductor_keeps_explicit_casts():
+        settings["triton.codegen_upcast_to_fp32"] = False  # the only way an explicit cast survives there
+    return settings
+
+
+def flatten(gm: GraphModule) -> GraphModule:
+    """A copy of `gm` whose subgraph calls, regions and others, are inlined and whose output is a tuple."""
+    graph = Graph()
+    results = graph.graph_copy(gm.graph, {})
+    graph.output(tuple(results) if isinstance(results, (tuple, list)) else (results,))
+    copy = GraphModule(gm, graph)
+    while calls := [node for node in copy.graph.nodes if node.target is invoke_subgraph]:
+        for call in calls:
+            inline(copy, call)
+    copy.recompile()
+    return copy
+
+
+def mark_rounding(graph: Graph) -> None:
+    """Marks every node that reads or returns a 16-bit float: each is rounded to the dtype it has in the graph."""
+
+    def narrow(node: Node) -> bool:
+        return isinstance(value := node.meta.get("val"), Tensor) and value.dtype in ROUNDED
+
+    for node in graph.nodes:
+        if node.op == "call_function" and (narrow(node) or any(map(narrow, node.all_input_nodes))):
+            keep_rounding_of(node)
+
+
+@cache
+def supported(device: torch.device) -> str | None:
+    """None if pieces on `device` keep their rounding points under this torch, else the sentence that says why not.
+
+    Decided by running: a short chain of explicit and implied bf16 roundings is compiled once a process and its bits are
+    compared with eager's, so a torch release that loses or gains the ability is noticed by itself. Where Inductor has no
+    way to keep an explicit cast in C++ (a test holds that against the run) the answer needs no compile.
+    """
+    where = f"Inductor of torch {torch.__version__} on {device.type}"
+    drops = f"{where} drops rounding to bf16 between fused operations"
+    if device.type == "cpu" and not inductor_keeps_explicit_casts():
+        return drops
+    value = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    probe = cast_chain(device)
+    try:
+        (found,) = compile_piece(probe, "the rounding probe")(value)
+    except Exception as error:  # whatever is missing (a C++ compiler, Triton, a header), pieces run as eager and say so
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"{where} compiles nothing here: {first_line}"
+    (expected,) = probe(value)
+    return None if torch.equal(found, expected) else drops
+
+
+def cast_chain(device: torch.device) -> GraphModule:
+    """bf16 x -> ((x * 1.37 to bf16) * 0.77 to bf16 + x) * x in fp32: a lost cast or an unrounded bf16 sum shows."""
+    graph = Graph()
+    cast, mul = torch.ops.prims.convert_element_type.default, torch.ops.aten.mul.Tensor
+    x = graph.placeholder("x")
+    wide = graph.call_function(cast, (x, torch.float32))
+    once = graph.call_function(cast, (graph.call_function(mul, (wide, 1.37)), torch.bfloat16))
+    again = graph.call_function(mul, (graph.call_function(cast, (once, torch.float32)), 0.77))
+    total = graph.call_function(torch.ops.aten.add.Tensor, (graph.call_function(cast, (again, torch.bfloat16)), x))
+    graph.output((graph.call_function(mul, (graph.call_function(cast, (total, torch.float32)), wide)),))
+    gm = GraphModule(torch.nn.Module(), graph)
+    FakeTensorProp(gm).propagate(torch.empty(4, 64, dtype=torch.bfloat16, device=device))
+    return gm

@@ -1,0 +1,162 @@
+"""All that is private or differs between torch releases, in one file. Features are detected, versions never compared."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import SymInt, Tensor
+from torch.fx import Graph, GraphModule, Node
+
+
+def inductor_settings(settings: dict[str, object]) -> dict[str, object]:
+    """Those of `settings` (dotted names of torch._inductor.config) that this torch knows."""
+    from torch._inductor import config
+
+    def known(name: str) -> bool:
+        target: object = config
+        for part in name.split("."):
+            if not hasattr(target, part):
+                return False
+            target = getattr(target, part)
+        return True
+
+    return {name: value for name, value in settings.items() if known(name)}
+
+
+def inductor_keeps_explicit_casts() -> bool:
+    """Whether `emulate_precision_casts` reaches an explicit `.to(bf16)`; where not, generated code drops the cast."""
+    from torch._inductor import lowering
+
+    return "use_compute_types" in inspect.signature(lowering.to_dtype).parameters
+
+
+def keep_rounding_of(node: Node) -> None:
+    """Tells Inductor, under `emulate_precision_casts`, to round what `node` reads and returns to its dtype, as eager does.
+
+    Tracing sets this mark only if that setting was on while AOTAutograd ran; nodes that a pass made never have it.
+    """
+    node.meta["low_precision_pointwise_barrier"] = True
+
+
+def keep_output_strides(graph: Graph) -> None:
+    """Tells Inductor that every output must come with the strides its meta says."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [i for i, result in enumerate(results) if isinstance(result, Node)]
+
+
+def inductor_compile(
+    gm: GraphModule, inputs: Sequence[Any], settings: dict[str, object]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """The post-grad half of Inductor alone, on functional ATen. The result empties the list of inputs it is given.
+
+    A fresh TracingContext keeps AOTAutograd's one, if we run inside it, from taking a piece's output strides for its own.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with tracing(TracingContext(detect_fake_mode(inputs))), config.patch(settings):
+        return compile_fx_inner(gm, list(inputs), is_inference=True)  # type: ignore[return-value]
+
+
+def as_python(size: int | SymInt) -> str:
+    """A size as a Python expression over the names of its symbols."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return str(size) if isinstance(size, int) else PythonPrinter().doprint(size.node.expr)
+
+
+def symbols_of(size: int | SymInt) -> frozenset[str]:
+    """Names of the symbols in a size."""
+    return frozenset() if isinstance(size, int) else frozenset(str(symbol) for symbol in size.node.expr.free_symbols)
+
+
+def known_equal(*sizes: int | SymInt) -> bool:
+    """Whether the sizes are equal for every value their symbols can take. False where that is not known; adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return all(statically_known_true(sizes[0] == size) for size in sizes[1:])
+
+
+def functional_aten(gm: GraphModule, inputs: Sequence[object], inference: Callable[..., Any], training: Callable[..., Any]) -> Any:
+    """Dynamo's graph through AOTAutograd: `inference` gets one functional, decomposed ATen graph and returns a boxed callable.
+
+    `training` is called instead where gradients would flow. Returns what Dynamo is to run.
+    """
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_module_simplified(
+        gm,
+        inputs,
+        fw_compiler=training,
+        inference_compiler=inference,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+
+
+def graph_break(gm: GraphModule) -> str | None:
+    """Why Dynamo ended this graph before the function did, with the user's line; None where it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    stack = list(getattr(reason, "user_stack", None) or ())
+    at = f"{'/'.join(stack[-1].filename.split('/')[-2:])}:{stack[-1].lineno}  {stack[-1].line}".rstrip() if stack else "unknown"
+    return f"{str(reason.reason).strip().splitlines()[0]}\n  at   {at}"
+
+
+def times_compiled_before() -> int:
+    """How often Dynamo had already compiled the frame it compiles now: above 0, this is a recompile."""
+    from torch._guards import CompileContext
+
+    now = CompileContext.current_compile_id()
+    return (now.frame_compile_id or 0) if now is not None else 0
+
+
+def outputs_rebuilt_from_inputs(count: int) -> frozenset[int]:
+    """Which of `count` graph outputs AOTAutograd replaces by (a view of) an input: their values are never handed out."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    infos = getattr(getattr(context, "fw_metadata", None), "output_info", None) or ()
+    if len(infos) != count:
+        return frozenset()
+    return frozenset(i for i, info in enumerate(infos) if info.output_type.name in ("alias_of_input", "is_input"))
+
+
+def fake_mode_of(values: Sequence[object]) -> Any:
+    """The FakeTensorMode of the first fake tensor among `values`, or None."""
+    return next((value.fake_mode for value in values if isinstance(value, Tensor) and hasattr(value, "fake_mode")), None)
+
+
+def without_guards(fake_mode: Any) -> contextlib.AbstractContextManager[Any]:
+    """Under it, recomputing meta neither adds a guard nor leaves a fresh unbacked symbol pending."""
+    stack = contextlib.ExitStack()
+    shapes = getattr(fake_mode, "shape_env", None)
+    if shapes is not None:
+        stack.enter_context(shapes.suppress_guards())
+        stack.enter_context(shapes.ignore_fresh_unbacked_symbols())
+    return stack
+
+
+def observed(gm: GraphModule, name: str, run: Callable[[GraphModule], Any]) -> Any:
+    """Runs a pass where torch's bisector, `disabled_passes` and compile timers see it. None where they switched it off."""
+    from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+    return GraphTransformObserver(gm, name, "v41").apply_gm_pass(run)
+
+
+def symbol_facts(size: SymInt) -> dict[str, str]:
+    """Symbol of `size` -> what a compiler may have used of it: its range, and for a backed one, which can be guarded on, its name."""
+    shapes = size.node.shape_env
+    facts = {}
+    for symbol in size.node.expr.free_symbols:
+        bounds = shapes.var_to_range.get(symbol)
+        known = f"{bounds.lower}..{bounds.upper}" if bounds is not None else "?"
+        facts[str(symbol)] = known if shapes.is_unbacked_symint(symbol) else f"{symbol} in {known}"
+    return facts
