@@ -1,0 +1,73 @@
+"""Every way the plain model refuses: one type a fact, each with what was found, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ModelError(Exception):
+    """What was found, where, what to do. `facts` fill the class's two sentences."""
+
+    found = fix = ""
+
+    def __init__(self, where: object, **facts: object) -> None:
+        self.where, self.facts = where, facts
+        super().__init__(f"{self.found.format(**facts)}\n  at   {where}\n  fix  {self.fix.format(**facts)}")
+
+
+def bullets(lines: Sequence[str]) -> str:
+    """One fact a line, for the errors that list all they found."""
+    return "".join(f"\n       - {line}" for line in lines)
+
+
+class ConfigError(ModelError, ValueError):
+    """Fields that contradict each other. facts: broken, a tuple of (rule, culprit)."""
+
+    found = "the configuration contradicts itself in {count} place(s):{listing}"
+    fix = "change the fields named; each line says the rule first and what breaks it after the colon"
+
+    def __init__(self, where: object, broken: Sequence[tuple[str, str]]) -> None:
+        listing = bullets([f"{rule}: {culprit}" for rule, culprit in broken])
+        super().__init__(where, count=len(broken), listing=listing, broken=tuple(broken))
+
+
+class ConfigFileError(ModelError, ValueError):
+    """A config.json whose fields are unknown or missing. facts: unknown, missing (tuples of names)."""
+
+    found = "the configuration file does not describe a V4.1 text model:{listing}"
+    fix = "use the released config.json layout (text_config) or the flat inference/config.json names"
+
+    def __init__(self, where: object, unknown: Sequence[str], missing: Sequence[str]) -> None:
+        lines = [f"{name}: no such field" for name in unknown] + [f"{name}: missing" for name in missing]
+        super().__init__(where, listing=bullets(lines), unknown=tuple(unknown), missing=tuple(missing))
+
+
+class UnknownPreset(ModelError, KeyError):
+    """facts: name, known."""
+
+    found = "there is no preset {name!r}"
+    fix = "use one of: {known}"
+
+    def __str__(self) -> str:  # KeyError would show the repr
+        return str(self.args[0])
+
+
+class CheckpointError(ModelError):
+    """Tensors that are missing, unexpected, mis-shaped or of another dtype; facts of those names."""
+
+    found = "the checkpoint does not fit the model, {count} tensor(s):{listing}"
+    fix = "load the checkpoint with its own config.json, or repair the tensors named"
+
+    def __init__(self, where: object, missing: Sequence[str] = (), unexpected: Sequence[str] = (),
+                 shape: Sequence[str] = (), dtype: Sequence[str] = ()) -> None:
+        groups = {"missing": missing, "unexpected": unexpected, "shape": shape, "dtype": dtype}
+        lines = [f"{kind}: {line}" for kind, found in groups.items() for line in found]
+        facts = {kind: tuple(found) for kind, found in groups.items()}
+        super().__init__(where, count=len(lines), listing=bullets(lines), **facts)
+
+
+class CheckpointFileError(ModelError, FileNotFoundError):
+    """facts: problem."""
+
+    found = "the checkpoint folder cannot be read: {problem}"
+    fix = "point at a folder with config.json and model.safetensors, or shards with model.safetensors.index.json"
