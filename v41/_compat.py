@@ -1,14 +1,19 @@
-"""All that is private or differs between torch releases, in one file. Features are detected, versions never compared."""
+"""All that is private or differs between torch releases, in one file. Features are detected, never versions compared."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import SymInt, Tensor
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def inductor_settings(settings: dict[str, object]) -> dict[str, object]:
@@ -34,7 +39,7 @@ def inductor_keeps_explicit_casts() -> bool:
 
 
 def keep_rounding_of(node: Node) -> None:
-    """Tells Inductor, under `emulate_precision_casts`, to round what `node` reads and returns to its dtype, as eager does.
+    """Tells Inductor, under `emulate_precision_casts`, to round what `node` reads and returns as eager does.
 
     Tracing sets this mark only if that setting was on while AOTAutograd ran; nodes that a pass made never have it.
     """
@@ -53,14 +58,15 @@ def inductor_compile(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """The post-grad half of Inductor alone, on functional ATen. The result empties the list of inputs it is given.
 
-    A fresh TracingContext keeps AOTAutograd's one, if we run inside it, from taking a piece's output strides for its own.
+    A fresh TracingContext keeps AOTAutograd's one, if we run inside it, from taking a piece's output strides for its
+    own.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     with tracing(TracingContext(detect_fake_mode(inputs))), config.patch(settings):
-        return compile_fx_inner(gm, list(inputs), is_inference=True)  # type: ignore[return-value]
+        return compile_fx_inner(gm, list(inputs), is_inference=True)
 
 
 def as_python(size: int | SymInt) -> str:
@@ -76,14 +82,16 @@ def symbols_of(size: int | SymInt) -> frozenset[str]:
 
 
 def known_equal(*sizes: int | SymInt) -> bool:
-    """Whether the sizes are equal for every value their symbols can take. False where that is not known; adds no guard."""
+    """Whether the sizes are equal whatever their symbols are. False where that is not known; adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return all(statically_known_true(sizes[0] == size) for size in sizes[1:])
 
 
-def functional_aten(gm: GraphModule, inputs: Sequence[object], inference: Callable[..., Any], training: Callable[..., Any]) -> Any:
-    """Dynamo's graph through AOTAutograd: `inference` gets one functional, decomposed ATen graph and returns a boxed callable.
+def functional_aten(
+    gm: GraphModule, inputs: Sequence[object], inference: Callable[..., Any], training: Callable[..., Any]
+) -> Any:
+    """Dynamo's graph through AOTAutograd: `inference` turns one functional, decomposed ATen graph into a boxed callable.
 
     `training` is called instead where gradients would flow. Returns what Dynamo is to run.
     """
@@ -106,7 +114,11 @@ def graph_break(gm: GraphModule) -> str | None:
     if reason is None or not getattr(reason, "graph_break", False):
         return None
     stack = list(getattr(reason, "user_stack", None) or ())
-    at = f"{'/'.join(stack[-1].filename.split('/')[-2:])}:{stack[-1].lineno}  {stack[-1].line}".rstrip() if stack else "unknown"
+    at = (
+        f"{'/'.join(stack[-1].filename.split('/')[-2:])}:{stack[-1].lineno}  {stack[-1].line}".rstrip()
+        if stack
+        else "unknown"
+    )
     return f"{str(reason.reason).strip().splitlines()[0]}\n  at   {at}"
 
 
@@ -119,7 +131,7 @@ def times_compiled_before() -> int:
 
 
 def outputs_rebuilt_from_inputs(count: int) -> frozenset[int]:
-    """Which of `count` graph outputs AOTAutograd replaces by (a view of) an input: their values are never handed out."""
+    """Which of `count` graph outputs AOTAutograd replaces by (a view of) an input: those are never handed out."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -131,7 +143,9 @@ def outputs_rebuilt_from_inputs(count: int) -> frozenset[int]:
 
 def fake_mode_of(values: Sequence[object]) -> Any:
     """The FakeTensorMode of the first fake tensor among `values`, or None."""
-    return next((value.fake_mode for value in values if isinstance(value, Tensor) and hasattr(value, "fake_mode")), None)
+    return next(
+        (value.fake_mode for value in values if isinstance(value, Tensor) and hasattr(value, "fake_mode")), None
+    )
 
 
 def without_guards(fake_mode: Any) -> contextlib.AbstractContextManager[Any]:
@@ -145,14 +159,14 @@ def without_guards(fake_mode: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def observed(gm: GraphModule, name: str, run: Callable[[GraphModule], Any]) -> Any:
-    """Runs a pass where torch's bisector, `disabled_passes` and compile timers see it. None where they switched it off."""
+    """Runs a pass where torch's bisector, `disabled_passes` and timers see it. None where they switched it off."""
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
     return GraphTransformObserver(gm, name, "v41").apply_gm_pass(run)
 
 
 def symbol_facts(size: SymInt) -> dict[str, str]:
-    """Symbol of `size` -> what a compiler may have used of it: its range, and for a backed one, which can be guarded on, its name."""
+    """Symbol of `size` -> what a compiler may have used: its range, and of a backed one, which can be guarded on, its name."""
     shapes = size.node.shape_env
     facts = {}
     for symbol in size.node.expr.free_symbols:
@@ -160,3 +174,24 @@ def symbol_facts(size: SymInt) -> dict[str, str]:
         known = f"{bounds.lower}..{bounds.upper}" if bounds is not None else "?"
         facts[str(symbol)] = known if shapes.is_unbacked_symint(symbol) else f"{symbol} in {known}"
     return facts
+
+
+def input_name(placeholder: Node) -> str:
+    """What the user calls a Dynamo input: "layers.0.wq.weight" where it is a parameter, else the argument's name."""
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    name = source.name if source is not None else placeholder.name
+    text = str(name() if callable(name) else name)
+    text = re.sub(r"L\['(\w+)'\]", r"\1", text).removeprefix("self.")
+    return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text).removeprefix("self.")
+
+
+def content_of(constant: Tensor) -> bytes | None:
+    """The bytes of a constant that a graph holds, though a FakeTensorMode may be active; None if it is fake itself."""
+    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+    if isinstance(constant, FakeTensor):
+        return None
+    with unset_fake_temporarily():
+        flat = constant.detach().cpu().contiguous().flatten()
+        return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.numel() else b""

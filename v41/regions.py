@@ -126,7 +126,20 @@ def inline(gm: GraphModule, call: Node) -> None:
     gm.graph.erase_node(call)
     if not subgraph.users:
         gm.graph.erase_node(subgraph)
-        gm.delete_submodule(str(subgraph.target))
+        _drop_unused_submodules(gm, [subgraph])
+
+
+def flatten(gm: GraphModule) -> GraphModule:
+    """A copy of `gm` without subgraph calls, regions or others: each is inlined. Its output is a tuple."""
+    graph = Graph()
+    results = graph.graph_copy(gm.graph, {})
+    graph.output(tuple(results) if isinstance(results, (tuple, list)) else (results,))
+    flat = GraphModule(gm, graph)
+    while calls := [node for node in flat.graph.nodes if node.target is invoke_subgraph]:
+        for call in calls:
+            inline(flat, call)
+    flat.recompile()
+    return flat
 
 
 def _closed(gm: GraphModule, nodes: Iterable[Node]) -> set[Node]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from v41.plan import Plan
 from v41.regions import Region, region_of
 
 
@@ -56,7 +57,9 @@ class CompileReport:
     artifacts: int = 0  # distinct compiled artifacts; pieces - artifacts were shared by structure
     fallbacks: list[str] = field(default_factory=list)  # "piece 3 runs as eager: ..."
     graph_break: str | None = None  # why Dynamo ended this graph early, with the user's line
+    recompiles: int = 0  # how often Dynamo had compiled this function before
     seconds: dict[str, float] = field(default_factory=dict)  # phase -> wall time
+    plan: Plan | None = field(default=None, repr=False)  # what runs
 
 
 _COLLECTORS: ContextVar[tuple[list[CompileReport], ...]] = ContextVar("v41_report_collectors", default=())
@@ -66,8 +69,8 @@ _COLLECTORS: ContextVar[tuple[list[CompileReport], ...]] = ContextVar("v41_repor
 def collect() -> Iterator[list[CompileReport]]:
     """Reports of every graph that v41 compiles inside the block, in order.
 
-        with v41.collect() as reports:
-            compiled(batch, cache)
+    with v41.collect() as reports:
+        compiled(batch, cache)
     """
     reports: list[CompileReport] = []
     token = _COLLECTORS.set((*_COLLECTORS.get(), reports))

@@ -1,0 +1,118 @@
+"""effects: what a node does besides computing: which arguments it writes, whose memory its result may share.
+
+Read from the operators' own schemas, through regions and other subgraph calls. What is unknown counts as aliased, and
+never as pure: a higher-order operator that is not listed here may return any of its tensor arguments.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from v41._compat import HigherOrderOperator, OpOverload
+from v41.regions import body_of, invoke_subgraph
+
+# Their schemas promise a fresh result, their kernels return a view.
+VIEWS_IN_DISGUISE = (torch.ops.aten._unsafe_view.default,)
+COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d", "symm_mem", "_dtensor")
+ASSERTS = (
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg,
+)
+
+
+def written_args(node: Node) -> list[Node]:
+    """The tensor arguments that `node` writes in place."""
+    if node.op != "call_function":
+        return []
+    if node.target is invoke_subgraph:
+        inner = [n for n in body_of(node).graph.nodes if n.op == "placeholder"]
+        written = written_inputs(body_of(node))
+        return [
+            arg for arg, name in zip(node.args[2:], inner, strict=True) if name in written and isinstance(arg, Node)
+        ]
+    return list(_schema_args(node, writes=True))
+
+
+def viewed_args(node: Node) -> list[Node]:
+    """The arguments whose memory `node`'s result may be (a part of)."""
+    if node.op != "call_function":
+        return []
+    if node.target is operator.getitem or node.target in VIEWS_IN_DISGUISE:
+        return node.all_input_nodes[:1]
+    if node.target is invoke_subgraph:
+        body = body_of(node)
+        inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+        results = body.graph.output_node().all_input_nodes
+        escaping = {base for result in results for base in bases(result)}
+        return [
+            arg for arg, name in zip(node.args[2:], inner, strict=True) if name in escaping and isinstance(arg, Node)
+        ]
+    if isinstance(node.target, HigherOrderOperator):
+        return [] if node.target.name().startswith("auto_functionalized") else node.all_input_nodes
+    return list(_schema_args(node, writes=False))
+
+
+def bases(node: Node) -> list[Node]:
+    """The nodes at the far end of `node`'s views: itself where it makes memory of its own."""
+    seen: dict[Node, None] = {}
+    ends, stack = [], [node]
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen[current] = None
+        viewed = viewed_args(current)
+        stack.extend(viewed)
+        if not viewed:
+            ends.append(current)
+    return ends
+
+
+def written_inputs(gm: GraphModule) -> dict[Node, None]:
+    """Placeholders of `gm` that some node writes, directly or through a view, in order of the first write."""
+    return {
+        base: None
+        for node in gm.graph.nodes
+        for arg in written_args(node)
+        for base in bases(arg)
+        if base.op == "placeholder"
+    }
+
+
+def effect_of(node: Node) -> str | None:
+    """ "writes", "collective", "random" or "asserts"; None for a node that only computes."""
+    if node.op != "call_function":
+        return None
+    if written_args(node):
+        return "writes"
+    if node.target in ASSERTS:
+        return "asserts"
+    if isinstance(node.target, OpOverload):
+        if node.target.namespace in COLLECTIVES:
+            return "collective"
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            return "random"
+    return None
+
+
+def _schema_args(node: Node, *, writes: bool) -> Iterator[Node]:
+    """Arguments that the schema marks as written, or (writes=False) as shared with a result."""
+    if not isinstance(node.target, OpOverload):
+        return
+    schema = node.target._schema
+    shared = {
+        name for result in schema.returns if result.alias_info is not None for name in result.alias_info.before_set
+    }
+    for position, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if info is None or not (info.is_write if writes else info.before_set & shared or "*" in info.after_set):
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        yield from (
+            item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, Node)
+        )

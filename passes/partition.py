@@ -1,0 +1,197 @@
+"""partition: one functional graph becomes a Plan of pieces, cut where the same work comes again.
+
+    before   a, b, [region of a cut kind], c, d, [region of a cut kind], e
+    after    piece_0: a, b    piece_1: the region    piece_2: c, d    piece_3: the region    piece_4: e
+
+A run of neighbouring regions of the given kinds is a piece, what lies between two runs is another. A graph without
+such a region is one piece. Nodes keep their order, so writes, collectives and random numbers do. Between pieces pass
+tensors and ints, exactly those that live. Three kinds of nodes never cross, each piece that needs them has its own:
+constants, arithmetic on sizes, and views of a written input, so that inside a piece everybody sees which memory is
+written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import SymInt, Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from v41._compat import symbols_of
+from v41.passes.analysis.effects import bases, effect_of, viewed_args, written_inputs
+from v41.passes.structure import structure_key
+from v41.plan import Piece, Plan, spec
+from v41.regions import is_region, region_of
+from v41.report import source_of
+
+
+@dataclass
+class Draft:
+    """A piece in the making: why it begins, its own nodes, those with its copies of shared ones, what it reads."""
+
+    border: str
+    own: list[Node]
+    nodes: list[Node]
+    reads: list[Node]
+
+
+def partition(gm: GraphModule, *, cut_at: Collection[str] = ()) -> Plan:
+    """The Plan of `gm`, which stays as it is. `cut_at`: the region kinds that become pieces of their own."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    outputs = _outputs(gm)
+    copied = _copied(gm)
+    drafts = _drafts(gm, cut_at, copied)
+    late = [node for node in dict.fromkeys(outputs) if isinstance(node, Node) and node in copied]
+    if late:  # views of written inputs and sizes that the graph returns are taken at its end
+        drafts = drafts or [Draft("start of the graph", [], [], [])]
+        drafts[-1].own += late
+    for draft in drafts:
+        draft.nodes = sorted(_with_copies(draft.own, copied), key=order.__getitem__)
+        draft.reads = _reads(draft.nodes)
+        draft.reads += _unbound_symbols(draft, order)
+    pieces, returned = _pieces(gm, drafts, outputs)
+    inputs = [node for node in order if node.op == "placeholder"]
+    return Plan(
+        inputs=tuple(node.name for node in inputs),
+        outputs=tuple(node.name if isinstance(node, Node) else node for node in outputs),  # type: ignore[misc]
+        values={node.name: spec(node.meta.get("val")) for node in (*inputs, *returned)},
+        pieces=tuple(pieces),
+    )
+
+
+def _outputs(gm: GraphModule) -> tuple[object, ...]:
+    (results,) = gm.graph.output_node().args
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+def _copied(gm: GraphModule) -> dict[Node, None]:
+    """Constants, arithmetic on sizes, and views of written inputs: what every piece that needs it holds for itself."""
+    written = written_inputs(gm)
+    found: dict[Node, None] = {}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output") or effect_of(node):
+            continue
+        sizes = not isinstance(node.meta.get("val"), (Tensor, tuple, list)) and not any(
+            isinstance(arg.meta.get("val"), Tensor) for arg in node.all_input_nodes
+        )
+        view = bool(viewed_args(node)) and any(base in written for base in bases(node)) and not is_region(node)
+        if node.op == "get_attr" or sizes or view:
+            found[node] = None
+    return found
+
+
+def _drafts(gm: GraphModule, cut_at: Collection[str], copied: dict[Node, None]) -> list[Draft]:
+    drafts: list[Draft] = []
+    home: dict[Node, Draft] = {}
+    cutting = False  # whether the last draft is a run of regions
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output") or node in copied:
+            continue
+        if node.target is operator.getitem and node.all_input_nodes[0] in home:
+            draft = home[node.all_input_nodes[0]]  # with the call it takes apart
+        else:
+            cuts = is_region(node) and region_of(node).kind in cut_at
+            if not drafts or cuts != cutting:
+                why = (
+                    f"region {region_of(node).kind}"
+                    if cuts
+                    else f"end of {drafts[-1].border}"
+                    if drafts
+                    else "start of the graph"
+                )
+                drafts.append(Draft(why, [], [], []))
+                cutting = cuts
+            draft = drafts[-1]
+        draft.own.append(node)
+        home[node] = draft
+    return drafts
+
+
+def _with_copies(nodes: Iterable[Node], copied: dict[Node, None]) -> dict[Node, None]:
+    """`nodes` and the copied ones that they rest on."""
+    found: dict[Node, None] = dict.fromkeys(nodes)
+    stack = list(found)
+    while stack:
+        for arg in stack.pop().all_input_nodes:
+            if arg in copied and arg not in found:
+                found[arg] = None
+                stack.append(arg)
+    return found
+
+
+def _reads(nodes: list[Node]) -> list[Node]:
+    """What `nodes` read from outside, in order of first read."""
+    inside = set(nodes)
+    return list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in inside))
+
+
+def _unbound_symbols(draft: Draft, order: dict[Node, int]) -> list[Node]:
+    """Int inputs of the graph that name a symbol of this piece which no tensor it reads has alone as a size."""
+    used: dict[str, None] = {}
+    bound = set()
+    for node in (*draft.reads, *draft.nodes):
+        value = node.meta.get("val")
+        sizes = (
+            [value]
+            if isinstance(value, SymInt)
+            else [*value.shape, *value.stride()]
+            if isinstance(value, Tensor)
+            else []
+        )
+        used |= dict.fromkeys(
+            symbol for size in sizes if isinstance(size, SymInt) for symbol in sorted(symbols_of(size))
+        )
+        if node in draft.reads:
+            bare = [value] if isinstance(value, SymInt) else value.shape if isinstance(value, Tensor) else []
+            bound |= {str(size) for size in bare if isinstance(size, SymInt)}
+    ints = {
+        str(node.meta["val"]): node
+        for node in order
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), SymInt)
+    }
+    return [ints[symbol] for symbol in used if symbol not in bound and symbol in ints]
+
+
+def _pieces(gm: GraphModule, drafts: list[Draft], outputs: tuple[object, ...]) -> tuple[list[Piece], list[Node]]:
+    """The pieces in order and every value they return. Backwards, for what lives after a piece must be known."""
+    live = {node for node in outputs if isinstance(node, Node)}
+    kept: list[tuple[Draft, list[Node], list[str]]] = []
+    for draft in reversed(drafts):
+        returns = [node for node in draft.nodes if node in live and node in draft.own]
+        if returns or any(map(effect_of, draft.own)):
+            live.difference_update(returns)
+            kept.append((draft, returns, [node.name for node in draft.reads if node not in live]))
+            live.update(draft.reads)
+    pieces = [_piece(f"piece_{index}", gm, *facts) for index, facts in enumerate(reversed(kept))]
+    return pieces, [node for _, returns, _ in reversed(kept) for node in returns]
+
+
+def _piece(name: str, gm: GraphModule, draft: Draft, returns: list[Node], frees: list[str]) -> Piece:
+    body = _body(gm, draft, returns)
+    written = {node.name for node in written_inputs(body)}
+    return Piece(
+        name=name,
+        reads=tuple(node.name for node in draft.reads),
+        returns=tuple(node.name for node in returns),
+        frees=tuple(frees),
+        writes=tuple(node.name for node in draft.reads if node.name in written),
+        border=draft.border,
+        key=structure_key(body),
+        source=next((source for source in map(source_of, draft.own) if source != "unknown"), "unknown"),
+        nodes=len(draft.nodes),
+        body=body,
+    )
+
+
+def _body(gm: GraphModule, draft: Draft, returns: list[Node]) -> GraphModule:
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for node in draft.reads:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = {"val": node.meta.get("val")}
+    for node in draft.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in returns))
+    return GraphModule(gm, graph)

@@ -1,0 +1,111 @@
+"""Plan: what runs, in which order, who hands what to whom. Passes write it, the runtime executes it, the CLI prints it.
+
+    inputs   arg0_1 i64[u0]  arg1_1 bf16[32000, 512]
+    piece_0  reads arg0_1 arg1_1   returns embedding, mm   key 3fa0...   begins: start of the graph
+    piece_1  reads embedding mm    returns getitem         key 81cc...   begins: region mhc_boundary
+    outputs  getitem
+
+Every value has one name. Pieces run in order; between two of them exactly the values live that a later piece reads or
+the graph returns, and a piece's `frees` are the values nobody reads after it. Pieces with one key share one compiled
+artifact.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+SHORT = {
+    "torch.float32": "f32",
+    "torch.float64": "f64",
+    "torch.int64": "i64",
+    "torch.int32": "i32",
+    "torch.uint8": "u8",
+    "torch.bool": "b8",
+}
+
+
+def spec(value: object) -> str:
+    """What a fake value is: "bf16[u0, 4, 5120]" for a tensor, "int u0" for a size."""
+    if not isinstance(value, Tensor):
+        return f"{'int' if hasattr(value, 'node') else type(value).__name__} {value}"
+    dtype = str(value.dtype)
+    short = SHORT.get(dtype, dtype.removeprefix("torch.").replace("bfloat", "bf").replace("float", "f"))
+    return f"{short}[{', '.join(map(str, value.shape))}]"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of nodes compiled and called as one. `body` takes `reads` in order and returns `returns` as a tuple."""
+
+    name: str
+    reads: tuple[str, ...]
+    returns: tuple[str, ...]
+    frees: tuple[str, ...]
+    writes: tuple[str, ...]  # those of `reads` that are written in place
+    border: str  # why the piece begins where it does
+    key: str  # structural hash: equal keys, equal work
+    source: str  # the model line of its first node
+    nodes: int
+    body: GraphModule = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole program. `values` says what each name is; `outputs` are names, or constants handed out as they are."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str | int | float | bool | None, ...]
+    values: dict[str, str]  # name -> "bf16[u0, 4, 5120]" or "int u0"
+    pieces: tuple[Piece, ...]
+
+    @property
+    def keys(self) -> dict[str, list[str]]:
+        """Key -> names of the pieces that share its artifact, both in order of appearance."""
+        shared: dict[str, list[str]] = {}
+        for piece in self.pieces:
+            shared.setdefault(piece.key, []).append(piece.name)
+        return shared
+
+    def border(self, index: int) -> tuple[str, ...]:
+        """Names of the values that live between piece `index - 1` and piece `index`, in order of their making."""
+        made = [*self.inputs, *(name for piece in self.pieces[:index] for name in piece.returns)]
+        read = {name for piece in self.pieces[index:] for name in piece.reads}
+        read.update(name for name in self.outputs if isinstance(name, str))
+        return tuple(name for name in made if name in read)
+
+    def to_json(self) -> str:
+        """The plan without its bodies, stable from run to run."""
+        pieces = [
+            {
+                name: getattr(piece, name)
+                for name in ("name", "reads", "returns", "frees", "writes", "border", "key", "source", "nodes")
+            }
+            for piece in self.pieces
+        ]
+        facts = {"inputs": self.inputs, "outputs": self.outputs, "values": self.values, "pieces": pieces}
+        return json.dumps(facts, indent=1)
+
+    def __str__(self) -> str:
+        rows = [("piece", "artifact", "nodes", "reads", "returns", "writes", "begins", "source")]
+        first = {key: names[0] for key, names in self.keys.items()}
+        rows += [
+            (
+                piece.name,
+                piece.key[:8] if first[piece.key] == piece.name else f"= {first[piece.key]}",
+                str(piece.nodes),
+                str(len(piece.reads)),
+                ", ".join(f"{name} {self.values[name]}" for name in piece.returns) or "-",
+                ", ".join(piece.writes) or "-",
+                piece.border,
+                piece.source,
+            )
+            for piece in self.pieces
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
