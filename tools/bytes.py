@@ -1,4 +1,4 @@
-"""Text as token ids without a vocabulary file: one id per byte of its UTF-8, so any model of 256 entries or more can read it.
+"""Text as token ids without a vocabulary file: an id per byte of its UTF-8, for any vocabulary of 256 or more.
 
     "Hi" -> [72, 105] -> "Hi"
 """
@@ -22,5 +22,5 @@ def decode(ids: Iterable[int]) -> str:
 
 
 def packaged_prompts() -> list[str]:
-    """The texts that `v41 generate` reads when it is given none: one a line of prompts.txt, of very different lengths."""
+    """The texts that `v41 generate` reads when given none: one a line of prompts.txt, of very different lengths."""
     return files("v41.tools").joinpath("prompts.txt").read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,88 @@
+"""The criterion holds for noise within eager's own, names what is beyond it, and fails for a damaged model."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from v41.tools.compare import KL_LIMIT, agree, join, largest
+
+
+def logits(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def test_equal_runs_are_bit_equal() -> None:
+    eager = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    found = agree(eager, eager.clone(), eager.double())
+    assert (found.holds, found.bit_equal, found.same_argmax, found.excused, found.failed) == (True, 7, 7, 0, 0)
+    assert (found.max_kl, found.max_deviation) == (0, 0)
+
+
+def test_kl_is_the_divergence_from_eager() -> None:
+    p, q = [0.7, 0.2, 0.1], [0.6, 0.25, 0.15]
+    found = agree(logits(p).log(), logits(q).log() + 3, logits(p).log())  # a constant shift is no difference
+    assert found.max_kl == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)), abs=1e-6)
+    assert found.rows[0].gap == pytest.approx(math.log(0.7 / 0.2), abs=1e-6)
+
+
+@pytest.mark.parametrize(("deviation", "excused"), [(0.004, False), (0.006, True)])
+def test_another_argmax_needs_a_gap_below_twice_the_deviation(deviation: float, excused: bool) -> None:
+    eager, compiled = logits([1.0, 1.01, 0.0]), logits([1.01, 1.0, 0.0])
+    exact = eager + logits([0.0, 0.0, deviation])
+    found = agree(eager, compiled, exact)
+    assert (found.same_argmax, found.excused, found.holds) == (0, int(excused), excused)
+
+
+def test_a_deviation_excuses_its_own_row_only() -> None:
+    eager, compiled = logits([1.0, 1.01], [1.0, 1.01]), logits([1.01, 1.0], [1.01, 1.0])
+    found = agree(eager, compiled, eager + logits([0.5, 0.5], [0, 0]))
+    assert [row.holds for row in found.rows] == [True, False]
+    assert found.failed == 1 and not found.holds
+
+
+def test_the_kl_limit_counts_where_the_argmax_agrees() -> None:
+    eager, compiled = logits([2.0, 0.0, 0.0]), logits([2.0, 1.0, 0.0])
+    found = agree(eager, compiled, eager)
+    assert found.same_argmax == 1 and found.max_kl > KL_LIMIT and not found.holds
+
+
+@pytest.mark.parametrize("damaged", ["compiled", "eager"])
+def test_nan_fails(damaged: str) -> None:
+    runs = {name: logits([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) for name in ("eager", "compiled", "exact")}
+    runs[damaged][1, 1] = math.nan
+    found = agree(**runs)
+    assert [row.holds for row in found.rows] == [True, False] and math.isnan(found.max_kl)
+
+
+def test_nothing_compared_is_no_agreement() -> None:
+    assert not agree(*torch.zeros(3, 0, 5).unbind()).holds
+    assert not join([]).holds and largest([]) == 0
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(1e-6, 1e-2))
+def test_the_exact_run_itself_never_fails_by_its_argmax(seed: int, noise: float) -> None:
+    """Whatever noise eager has, a run without any is excused where they differ: what the factor of two is for."""
+    generator = torch.Generator().manual_seed(seed)
+    exact = torch.randn(20, 8, generator=generator, dtype=torch.float64) * noise
+    eager = exact + noise * (torch.rand(20, 8, generator=generator, dtype=torch.float64) * 2 - 1)
+    found = agree(eager, exact, exact)
+    assert found.same_argmax + found.excused == 20
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("damage", [0, 0.5])
+def test_a_damaged_model_fails_and_a_sound_one_holds(damage: float) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 64))
+    exact, compiled = deepcopy(model).double(), deepcopy(model)
+    compiled[1].weight.mul_(1 + damage)
+    found = agree(*(run(torch.arange(64)) for run in (model, compiled, exact)))
+    assert found.holds == (damage == 0)
+    assert found.max_deviation > 0

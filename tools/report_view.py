@@ -1,0 +1,142 @@
+"""show and as_json: reports of compiled graphs as aligned tables, or as plain values with the same fields.
+
+    pass           sites  applied  refused      nodes        ms
+    canonicalize       -        -        -  2231 -> 1764     41        sites: places the pass judged; `-` it judges none
+    outline_mhc       13       12        1  1764 ->  441    118
+    refused  outline_mhc, 1 site: "the carried pre comes from an earlier boundary"; first at view_212, broken by one_hot
+             model_def/model.py:97  A = one_hot(0, S).expand(T, S)
+
+Nothing is looked up elsewhere: what a CompileReport does not hold is not shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from v41.report import CompileReport, Decision, PassRun
+
+Cell = str | int | float | None
+
+
+def table(*headers: str, left: int = 1) -> Table:
+    """An empty table without lines whose first `left` columns are words and whose others are numbers."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for index, header in enumerate(headers):
+        made.add_column(header, justify="left" if index < left else "right", no_wrap=index >= left, overflow="fold")
+    return made
+
+
+def add(into: Table, *cells: Cell) -> None:
+    """One row. None shows as `-`; floats with three digits that matter; nothing is read as markup."""
+    texts = ("-" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells)
+    into.add_row(*map(Text, texts))
+
+
+def show(console: Console, reports: Sequence[CompileReport]) -> None:
+    """Prints every report, in order of compilation."""
+    for number, report in enumerate(reports, 1):
+        if number > 1:
+            console.print()
+        if len(reports) > 1:
+            console.print(Text(f"graph {number} of {len(reports)}", "bold"))
+        console.print(passes_table(report.passes))
+        for line in remarks(report):
+            console.print(Text(line), soft_wrap=True)
+        console.print()
+        console.print(program_table(report))
+        for label, lines in (("fallback", report.fallbacks), ("break", [report.graph_break])):
+            for line in filter(None, lines):
+                console.print(Text(f"{label:9}{line}", "yellow"), soft_wrap=True)
+        console.print()
+        console.print(options_table(report))
+
+
+def passes_table(passes: Sequence[PassRun]) -> Table:
+    made = table("pass", "sites", "applied", "refused", "nodes", "ms")
+    width = max((len(str(n)) for run in passes for n in (run.nodes_before, run.nodes_after)), default=1)
+    for run in passes:
+        judged = (len(run.decisions), run.applied, run.refused) if run.decisions else (None, None, None)
+        name = f"{run.name} (off)" if run.failure else run.name
+        add(made, name, *judged, f"{run.nodes_before:{width}} -> {run.nodes_after:{width}}", round(run.milliseconds))
+    return made
+
+
+def remarks(report: CompileReport) -> list[str]:
+    """What a table cannot hold: refusals, one line a pass and rule, then warnings and failures."""
+    lines = []
+    for run in report.passes:
+        groups: dict[str, list[Decision]] = {}
+        for decision in run.decisions:
+            if not decision.applied:
+                groups.setdefault(str(decision.rule), []).append(decision)
+        for rule, sites in groups.items():
+            first, count = sites[0], f"{len(sites)} site{'s' * (len(sites) > 1)}"
+            lines += [
+                f'refused  {run.name}, {count}: "{rule}"; first at {first.node}, broken by {first.culprit}',
+                f"         {first.source}",
+            ]
+        lines += [f"warning  {run.name}: {run.warning}"] * bool(run.warning)
+        lines += [f"failed   {run.name}: {run.failure}"] * bool(run.failure)
+    return lines
+
+
+def program_table(report: CompileReport) -> Table:
+    phases = list(report.seconds)
+    made = table("pieces", "artifacts", "shared", "fallbacks", "breaks", *(f"{phase} s" for phase in phases), left=0)
+    counts = (report.pieces, report.artifacts, report.pieces - report.artifacts, len(report.fallbacks))
+    add(made, *counts, int(report.graph_break is not None), *(f"{report.seconds[phase]:.1f}" for phase in phases))
+    return made
+
+
+def options_table(report: CompileReport) -> Table:
+    made = table("option", "value", "set by", left=3)
+    for name, (value, who) in report.options.items():
+        add(made, name, str(value), who)
+    return made
+
+
+def as_json(reports: Sequence[CompileReport]) -> list[dict[str, Any]]:
+    """The same, as values json can write."""
+    return [
+        {
+            "passes": [_pass(run) for run in report.passes],
+            "pieces": report.pieces,
+            "artifacts": report.artifacts,
+            "fallbacks": list(report.fallbacks),
+            "graph_break": report.graph_break,
+            "seconds": dict(report.seconds),
+            "options": {name: {"value": value, "set_by": who} for name, (value, who) in report.options.items()},
+        }
+        for report in reports
+    ]
+
+
+def _pass(run: PassRun) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "applied": run.applied,
+        "refused": run.refused,
+        "nodes_before": run.nodes_before,
+        "nodes_after": run.nodes_after,
+        "milliseconds": run.milliseconds,
+        "failure": run.failure,
+        "warning": run.warning,
+        "decisions": [_decision(decision) for decision in run.decisions],
+    }
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    region = decision.region
+    return {
+        "applied": decision.applied,
+        "node": decision.node,
+        "source": decision.source,
+        "rule": decision.rule,
+        "culprit": decision.culprit,
+        "region": region and {"kind": region.kind, "attrs": {name: str(value) for name, value in region.attrs.items()}},
+    }
