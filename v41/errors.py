@@ -46,3 +46,10 @@ class PieceInputMismatch(V41Error):
 
     found = "a compiled piece was given a tensor it was not compiled for: {found}"
     fix = "the piece takes {expected}: hand it what the traced graph produces there, or compile it again"
+
+
+class KernelDoesNotCompile(V41Error):
+    """facts: kernel, arch, error."""
+
+    found = "Triton kernel {kernel} does not compile for {arch}: {error}"
+    fix = "the error names the line of the kernel; a generated kernel that fails is a bug of its generator"

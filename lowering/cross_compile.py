@@ -1,0 +1,133 @@
+"""compile_for: a Triton kernel compiled for a GPU that need not be there, with its registers, spills and shared memory.
+
+    (facts,) = compile_for([Request("kernels/add.py", "add", {"x": "*bf16", "n": "i32"}, {"BLOCK": 1024}, "sm_90")])
+    facts.registers, facts.spill_bytes, facts.shared_bytes, facts.ptx
+
+Compilation runs in a process of its own, where TRITON_INTERPRET is not set: Triton reads that variable when a kernel is
+decorated, so a process that interprets kernels can never compile one. Kernels come from files, since Triton reads their source.
+Registers and spills come from the ptxas inside the Triton wheel. One call with many requests starts one process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from v41.errors import KernelDoesNotCompile
+
+CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One kernel of one file, compiled once. Pointers count as 16-byte aligned, as torch's allocations are."""
+
+    path: str
+    kernel: str
+    signature: Mapping[str, str]  # argument that is no constant -> Triton's name of its type: "*bf16", "i32", "fp32"
+    constants: Mapping[str, Any]  # tl.constexpr argument -> int, float, bool, str or None
+    arch: str  # a key of CAPABILITY
+    divisible: Sequence[str] = ()  # integer arguments known to be multiples of 16
+    options: Mapping[str, Any] = field(default_factory=dict)  # num_warps, num_stages, ...
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a GPU of `arch` would run."""
+
+    arch: str
+    registers: int  # a thread
+    spill_bytes: int  # stores and loads, a thread
+    shared_bytes: int  # a block
+    warps: int
+    ptx: str
+
+
+def compile_for(requests: Sequence[Request]) -> list[Facts]:
+    """Compiles all `requests` in one fresh process, in order. KernelDoesNotCompile names the first that fails."""
+    for request in requests:
+        if request.arch not in CAPABILITY:
+            raise KernelDoesNotCompile(request.path, kernel=request.kernel, arch=request.arch, error="unknown architecture")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps([asdict(request) for request in requests]),
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for request, answer in zip(requests, [*answers, {}], strict=False):
+        if "ptx" not in answer:
+            error = answer.get("error") or done.stderr.strip()
+            raise KernelDoesNotCompile(request.path, kernel=request.kernel, arch=request.arch, error=error)
+    return [Facts(**answer) for answer in answers]
+
+
+def load(path: str) -> Any:
+    """The module in the file `path`. Triton needs the file: it reads the source of what it compiles or interprets."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(module.__name__, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compile(request: Request) -> Facts:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(load(request.path), request.kernel)
+    types = {name: request.signature.get(name, "constexpr") for name in function.arg_names}
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or name in request.divisible]
+    source = ASTSource(
+        function,
+        types,
+        {(function.arg_names.index(name),): value for name, value in request.constants.items()},
+        {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    target = GPUTarget("cuda", CAPABILITY[request.arch], 32)
+    kernel = triton.compile(source, target=target, options=dict(request.options))
+    registers, spills = _ptxas(kernel.asm["ptx"], CAPABILITY[request.arch])
+    metadata = kernel.metadata
+    return Facts(request.arch, registers, spills, metadata.shared, metadata.num_warps, kernel.asm["ptx"])
+
+
+def _ptxas(ptx: str, capability: int) -> tuple[int, int]:
+    """Registers a thread and spilled bytes a thread, as the assembler of the Triton wheel reports them."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    (target,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={target}", str(file), "-o", str(file.with_suffix(".cubin"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (registers,) = re.findall(r"Used (\d+) registers", said)
+    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+
+
+def _main() -> None:
+    for request in json.load(sys.stdin):
+        try:
+            answer = asdict(_compile(Request(**request)))
+        except Exception as error:  # the parent raises it, with the kernel's name
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+        if "error" in answer:
+            return
+
+
+if __name__ == "__main__":
+    _main()
