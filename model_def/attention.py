@@ -1,0 +1,97 @@
+"""Attention: every row against its window and, where the layer has a compressed branch, the entries picked for it.
+
+    o_t = sum_k p_k k / (sum_k p_k + exp(sink - max))        p_k = exp(q_t . k / sqrt(D) - max)
+    k over [W window keys, K picked entries], one latent that is key and value of all heads, stored quantised
+
+One softmax over both branches; the sink takes weight and adds no value. P is rounded to bf16 before it meets the values.
+T rows, H heads, D channels, G groups of heads in the output projection.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from v41.model_def.compressor import Compressor, completed_entry
+from v41.model_def.config import LayerRole, V41Config
+from v41.model_def.indexer import Indexer, Selection
+from v41.model_def.linear import Linear, linear
+from v41.model_def.norm import RMSNorm
+from v41.model_def.quantization import FP4_RECORD, FP8_RECORD
+from v41.model_def.rope import rotate
+from v41.model_def.step import Step
+
+
+class Attention(nn.Module):
+    def __init__(self, config: V41Config, role: LayerRole) -> None:
+        super().__init__()
+        self.role, self.heads, self.width, self.groups = role, config.num_attention_heads, config.head_dim, config.o_groups
+        hidden, rank, eps = config.hidden_size, config.q_lora_rank, config.rms_norm_eps
+        self.wq_a, self.q_norm = linear(config, hidden, rank), RMSNorm(rank, eps)
+        self.wq_b = linear(config, rank, self.heads * self.width)
+        self.wkv, self.kv_norm = linear(config, hidden, self.width), RMSNorm(self.width, eps)
+        self.wo_a = Linear(self.heads * self.width // self.groups, self.groups * config.o_lora_rank)
+        self.wo_b = linear(config, self.groups * config.o_lora_rank, hidden)
+        self.attn_sink = nn.Parameter(torch.zeros(self.heads), requires_grad=False)
+        self.compressor = Compressor(config, role.layer) if role.owns_compressor else None
+        self.indexer = Indexer(config, role) if role.owns_indexer else None
+        first_truncated = config.last_kv_source + (config.swa_bounded_replay != "from_source")
+        self.late = role.layer >= first_truncated
+
+    def forward(self, x: Tensor, step: Step, selection: Selection | None) -> tuple[Tensor, Selection | None]:
+        """x [T, hidden] -> y [T, hidden], and the selection for the layers after."""
+        by = step.compressed if self.role.ratio else step.plain
+        q_latent = self.q_norm(self.wq_a(x))
+        q = rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), by)  # [T, H, D]
+        keys, visible = self.window(rotate(self.kv_norm(self.wkv(x)), by), step)  # [T, W, D], [T, W]
+        if self.role.ratio:
+            if self.compressor is not None:
+                self.store(self.compressor(x, step), step)
+            if self.indexer is not None:
+                stored = step.cache.index_keys[self.role.kv_source]
+                selection = self.indexer(x, q_latent, stored, step, selection)
+            picked = self.picked(selection.picks, step)
+            keys = torch.cat((keys, picked), 1)  # [T, W + K, D]
+            visible = torch.cat((visible, selection.picks >= 0), 1)
+        o = rotate(attend(q, keys, visible, self.attn_sink), by, inverse=True)
+        return self.project(o), selection
+
+    def window(self, kv: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """The window keys of each row, this step's among them, and which it sees. Leaves the last W in the ring."""
+        batch, window, ring = step.batch, step.window, step.cache.rings[self.role.layer]
+        records = FP8_RECORD.encode(kv)  # [T, 528]
+        behind = ring[batch.slots.unsqueeze(-1), window.places]  # [T, W, 528] as the steps before left it
+        keys = FP8_RECORD.decode(torch.where(window.in_step.unsqueeze(-1), records[window.rows], behind))
+        last = batch.positions >= batch.stops - ring.shape[1]
+        ring[torch.where(last, batch.slots, step.cache.pad_slot), batch.positions % ring.shape[1]] = records
+        return keys, window.late_visible if self.late else window.visible
+
+    def store(self, latent: Tensor, step: Step) -> None:
+        """Writes the entries and index keys of the groups that this step completes."""
+        ratio, slots = self.role.ratio, step.batch.slots
+        entries, index_keys = step.cache.entries[self.role.layer], step.cache.index_keys[self.role.layer]
+        at = completed_entry(step, ratio, none=entries.shape[1] - 1)
+        index_keys[slots, at] = self.indexer.keys(latent, step)
+        entries[slots, at] = FP4_RECORD.encode(rotate(latent, step.entries[ratio]))
+
+    def picked(self, picks: Tensor, step: Step) -> Tensor:
+        """The picked entries of each row [T, K, D]; any entry where there is no pick."""
+        entries = step.cache.entries[self.role.kv_source]
+        return FP4_RECORD.decode(entries[step.batch.slots.unsqueeze(-1), picks.clamp(min=0)])
+
+    def project(self, o: Tensor) -> Tensor:
+        """o [T, H, D] -> [T, hidden]: each group of heads through its own A, then all through B."""
+        o = o.flatten(1).unflatten(-1, (self.groups, -1))  # [T, G, H D / G]
+        wo_a = self.wo_a.weight.unflatten(0, (self.groups, -1))  # [G, R, H D / G]
+        return self.wo_b(torch.einsum("tgd,grd->tgr", o, wo_a).flatten(1))
+
+
+def attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
+    """q [T, H, D], keys [T, K, D] (values too), visible [T, K], sink [H] -> [T, H, D]. No visible key: 0."""
+    keys = keys.masked_fill(~visible.unsqueeze(-1), 0).float()  # what a row does not see may be anything
+    scores = torch.einsum("thd,tkd->thk", q.float(), keys) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
+    top = scores.amax(-1, keepdim=True).clamp(min=-1e30)
+    p = (scores - top).exp()  # [T, H, K]
+    total = p.sum(-1, keepdim=True) + (sink.unsqueeze(-1) - top).exp()
+    return (torch.einsum("thk,tkd->thd", p.to(q.dtype).float(), keys) / total).to(q.dtype)

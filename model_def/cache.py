@@ -1,0 +1,60 @@
+"""Cache: what a request keeps between steps, as stored records, in slots of fixed capacity. Written in place.
+
+    rings       every layer        [slots + 1, W, 528]            fp8 window records, position p at p mod W
+    entries     every KV source    [slots + 1, entries + 1, 288]  fp4 records of the compressed latents
+    index_keys  every KV source    [slots + 1, entries + 1, 68]   mxfp4 records the indexer scores
+    tails       ratio-2 sources    [slots + 1, 2, 512]            fp32 value and gate of a group's first token
+
+The last slot and, in each slot, the last entry are nobody's: they absorb what has no other place to go (pad rows, rows that
+complete no group), so that every write has one shape. Sizes in bytes are the released ones. Nothing reads a whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from v41.model_def.config import V41Config
+from v41.model_def.quantization import FP4_RECORD, FP8_RECORD, MXFP4_RECORD
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Room for `slots` requests of up to `capacity` tokens. Build it with `Cache.zeros`."""
+
+    slots: int
+    capacity: int
+    rings: tuple[Tensor, ...]  # a layer each
+    entries: Mapping[int, Tensor]  # by KV source
+    index_keys: Mapping[int, Tensor]
+    tails: Mapping[int, Tensor]
+
+    @classmethod
+    def zeros(cls, config: V41Config, slots: int, capacity: int, device: torch.device | str = "cpu") -> Cache:
+        """An empty cache. Two caches of one config differ in sizes only, and the sizes cost memory only."""
+        width, key_width = config.head_dim, config.index_head_dim
+        sources = {source: config.compress_ratios[source] for source in config.kv_source_layer_ids}
+
+        def records(rows: int, size: int) -> Tensor:
+            return torch.zeros(slots + 1, rows, size, dtype=torch.uint8, device=device)
+
+        return cls(
+            slots,
+            capacity,
+            tuple(records(config.sliding_window, FP8_RECORD.size(width)) for _ in range(config.num_hidden_layers)),
+            {source: records(capacity // m + 1, FP4_RECORD.size(width)) for source, m in sources.items()},
+            {source: records(capacity // m + 1, MXFP4_RECORD.size(key_width)) for source, m in sources.items()},
+            {source: torch.zeros(slots + 1, 2, width, device=device) for source, m in sources.items() if m > 1},
+        )
+
+    @property
+    def pad_slot(self) -> int:
+        return self.slots
+
+    def bytes_per_token(self) -> float:
+        """What one more token of context costs; rings and tails do not grow."""
+        grown = sum((t.shape[1] - 1) * t.shape[2] for group in (self.entries, self.index_keys) for t in group.values())
+        return grown / self.capacity

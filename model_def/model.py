@@ -1,0 +1,102 @@
+"""V41ForCausalLM: DeepSeek-V4.1-Flash as the paper tells it. Start here.
+
+    X_0 = embedding, S times                    A_0 reads stream 0
+    for each sublayer F (attention, experts):   X, x, A', B, C = boundary(X, y of the sublayer before);   y = F(x)
+    logits = head(norm(collapse(X)))
+
+T rows of a ragged batch, no batch dimension. S residual streams of D channels. Layers differ in role (config.roles): Engram
+before two of them; window only, or window and compressed entries; a source computes entries or picks, the others reuse them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from v41.model_def.attention import Attention
+from v41.model_def.batch import Batch
+from v41.model_def.cache import Cache
+from v41.model_def.config import LayerRole, V41Config
+from v41.model_def.engram import Engram
+from v41.model_def.linear import Fp32Linear
+from v41.model_def.mhc import Mix, boundary, collapse, entry_streams, post
+from v41.model_def.moe import MoE
+from v41.model_def.norm import RMSNorm
+from v41.model_def.rope import both_tables
+from v41.model_def.step import plan_step
+
+
+class V41ForCausalLM(nn.Module):
+    def __init__(self, config: V41Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, role) for role in config.roles)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = Fp32Linear(config.hidden_size, config.vocab_size)
+        window_freqs, compressed_freqs = both_tables(config)
+        self.register_buffer("window_freqs", window_freqs, persistent=False)
+        self.register_buffer("compressed_freqs", compressed_freqs, persistent=False)
+
+    def forward(self, batch: Batch, cache: Cache) -> Tensor:
+        """Logits [L, vocabulary] fp32 of the rows the batch asks for. Writes what later steps need into `cache`."""
+        step = plan_step(batch, cache, self.config.sliding_window, self.window_freqs, self.compressed_freqs)
+        X, A = entry_streams(self.embed(batch.tokens), self.config.hc_mult)  # [T, S, D], [T, S]
+        y = B = C = selection = None
+        for layer in self.layers:
+            if layer.engram is not None:
+                X, y = layer.engram(post(X, y, C, B), batch.lookback), None
+            X, x, A, C, B = boundary(X, y, C, B, A, layer.attn_mix)
+            y, selection = layer.attn(x, step, selection)
+            X, x, A, C, B = boundary(X, y, C, B, A, layer.ffn_mix)
+            y = layer.ffn(x)
+        h = self.norm(collapse(post(X, y, C, B), A))[batch.logit_rows]  # [L, D]
+        return self.head(h)
+
+
+class Layer(nn.Module):
+    """The parameters of one layer. What it does with them is in `V41ForCausalLM.forward`."""
+
+    def __init__(self, config: V41Config, role: LayerRole) -> None:
+        super().__init__()
+        self.config = config
+        self.engram = Engram(config, role.layer) if role.engram else None
+        self.attn_norm, self.ffn_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+        self.attn, self.ffn = Attention(config, role), MoE(config)
+        for site in ("attn", "ffn"):
+            for name, value in initial_mix(config).items():
+                self.register_parameter(f"hc_{site}_{name}", nn.Parameter(value))
+
+    @property
+    def attn_mix(self) -> Mix:
+        return self.mix(self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, self.attn_norm)
+
+    @property
+    def ffn_mix(self) -> Mix:
+        return self.mix(self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, self.ffn_norm)
+
+    def mix(self, fn: Tensor, base: Tensor, scale: Tensor, norm: RMSNorm) -> Mix:
+        config = self.config
+        return Mix(fn, base, scale, norm, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
+
+
+class Embedding(nn.Module):
+    """Rows of a bf16 table."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, width, dtype=torch.bfloat16))
+
+    def forward(self, ids: Tensor) -> Tensor:  # [T] -> [T, width]
+        return embedding(ids, self.weight)
+
+
+def initial_mix(config: V41Config) -> dict[str, Tensor]:
+    """Random coefficients that keep streams apart: comb near the identity, projections that move it visibly."""
+    S, width = config.hc_mult, config.hc_mult * config.hidden_size
+    return {
+        "fn": torch.randn(config.n_coefficients, width) * width**-0.5,
+        "base": torch.cat((torch.zeros(2 * S), 2 * torch.eye(S).flatten())),
+        "scale": torch.ones(3),
+    }
