@@ -87,9 +87,16 @@ def remarks(report: CompileReport) -> list[str]:
 
 def program_table(report: CompileReport) -> Table:
     phases = list(report.seconds)
-    made = table("pieces", "artifacts", "shared", "fallbacks", "breaks", *(f"{phase} s" for phase in phases), left=0)
-    counts = (report.pieces, report.artifacts, report.pieces - report.artifacts, len(report.fallbacks))
-    add(made, *counts, int(report.graph_break is not None), *(f"{report.seconds[phase]:.1f}" for phase in phases))
+    counts = {
+        "pieces": report.pieces,
+        "artifacts": report.artifacts,
+        "shared": report.pieces - report.artifacts,
+        "fallbacks": len(report.fallbacks) or None,
+        "breaks": int(report.graph_break is not None) or None,
+        "recompiles": report.recompiles or None,
+    }
+    made = table(*counts, *(f"{phase} s" for phase in phases), left=0)
+    add(made, *counts.values(), *(f"{report.seconds[phase]:.1f}" for phase in phases))
     return made
 
 
@@ -109,6 +116,7 @@ def as_json(reports: Sequence[CompileReport]) -> list[dict[str, Any]]:
             "artifacts": report.artifacts,
             "fallbacks": list(report.fallbacks),
             "graph_break": report.graph_break,
+            "recompiles": report.recompiles,
             "seconds": dict(report.seconds),
             "options": {name: {"value": value, "set_by": who} for name, (value, who) in report.options.items()},
         }
