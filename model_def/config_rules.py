@@ -22,8 +22,8 @@ POSITIVE = (
     "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "num_attention_heads", "head_dim",
     "qk_rope_head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "rope_theta", "compress_rope_theta",
     "index_n_heads", "index_head_dim", "index_topk", "candidate_topk_blocks", "candidate_block_size",
-    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "swiglu_limit", "routed_scaling_factor", "rms_norm_eps",
-    "hc_mult", "hc_sinkhorn_iters", "hc_eps", "engram_vocab_size", "engram_n_heads", "engram_head_dim",
+    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "swiglu_limit", "routed_scaling_factor",
+    "rms_norm_eps", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "engram_vocab_size", "engram_n_heads", "engram_head_dim",
     "engram_compressed_vocab_size")
 
 
