@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from v41._compat import observed
+from v41.passes.verify import Facts, facts, verify
 from v41.report import Decision, PassRun
 
 PassFunction = Callable[..., list[Decision]]
@@ -27,6 +28,7 @@ class Pass:
     needs: tuple[PassFunction, ...] = ()
     expects: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    breaks: tuple[str, ...] = ()  # sentences of verify.RULES that are this pass's business to break
 
     @property
     def name(self) -> str:
@@ -37,21 +39,65 @@ PIPELINE: tuple[Pass, ...] = ()
 CUT_AT: tuple[str, ...] = ()  # region kinds that become pieces of their own
 
 
-def run_pipeline(gm: GraphModule, passes: Sequence[Pass] = PIPELINE) -> tuple[GraphModule, list[PassRun]]:
-    """The program after `passes`, and what each did. `gm` is edited; where a pass was undone, another is returned."""
+def run_pipeline(
+    gm: GraphModule, passes: Sequence[Pass] = PIPELINE, *, check: bool = False, programs: bool = False
+) -> tuple[GraphModule, list[PassRun]]:
+    """The program after `passes`, and what each did. `gm` is edited; where a pass was undone, another is returned.
+
+    `check` verifies every rule of verify.py after each pass, else only that the graph is sound. `programs` keeps the
+    text of each program in its PassRun.
+    """
+    known = facts(gm) if check else None
     runs: list[PassRun] = []
+    off: dict[PassFunction, str] = {}  # passes that did not run, or were undone
     for each in passes:
-        gm, run = _run(gm, each)
+        missing = next((need.__name__ for need in each.needs if need in off), None)
+        if missing is not None:
+            run = PassRun(each.name, [], count(gm), count(gm), 0.0, failure=f"needs {missing}, which is off")
+        else:
+            gm, run = _run(gm, each, known)
+        if run.failure is not None:
+            off[each.run] = run.failure
+        elif known is not None and each.breaks:
+            known = facts(gm)
+        if programs:
+            run.program = text_of(gm)
         runs.append(run)
+    _warn(passes, runs)
     return gm, runs
 
 
-def _run(gm: GraphModule, each: Pass) -> tuple[GraphModule, PassRun]:
-    before, start = count(gm), time.perf_counter()
-    decisions = observed(gm, each.name, lambda gm: each.run(gm, **each.settings))
-    gm.graph.lint()
-    gm.recompile()
-    return gm, PassRun(each.name, decisions or [], before, count(gm), (time.perf_counter() - start) * 1e3)
+def _run(gm: GraphModule, each: Pass, known: Facts | None) -> tuple[GraphModule, PassRun]:
+    before, kept, start = count(gm), copy_of(gm), time.perf_counter()
+    failure: str | None = None
+    decisions: list[Decision] | None = None
+    try:
+        decisions = observed(gm, each.name, lambda gm: each.run(gm, **each.settings))
+        if known is not None:
+            verify(gm, known, name=each.name, but=each.breaks)
+        gm.graph.lint()
+        gm.recompile()
+    except Exception as error:  # the one place that may: the report names the pass, and the program goes on without it
+        gm, failure = kept, f"{type(error).__name__}: {error}"
+    if decisions is None and failure is None:
+        failure = "switched off by torch (disabled_passes or its bisector)"
+    milliseconds = (time.perf_counter() - start) * 1e3
+    return gm, PassRun(
+        each.name, decisions if decisions and not failure else [], before, count(gm), milliseconds, failure
+    )
+
+
+def _warn(passes: Sequence[Pass], runs: Sequence[PassRun]) -> None:
+    """A pass without sites is worth a warning where another that expects some found some: the graph is of that kind."""
+    found = [each.expects is not None and bool(run.decisions) for each, run in zip(passes, runs, strict=True)]
+    for each, run in zip(passes, runs, strict=True):
+        if any(found) and each.expects is not None and not run.decisions and run.failure is None:
+            run.warning = f"no {each.expects} found"
+
+
+def text_of(gm: GraphModule) -> str:
+    """The program as Python, bodies of regions included."""
+    return gm.print_readable(print_output=False)
 
 
 def count(gm: GraphModule) -> int:

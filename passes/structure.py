@@ -12,11 +12,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-import sympy
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import GraphModule, Node
 
-from v41._compat import content_of, symbol_facts
+from v41._compat import content_of, renamed, symbol_facts
 from v41.passes.analysis.effects import ASSERTS
 from v41.regions import META, invoke_subgraph
 
@@ -36,13 +35,10 @@ class _Symbols:
     def spell(self, size: int | float | bool | SymInt | SymFloat | SymBool) -> str:
         if not isinstance(size, (SymInt, SymFloat, SymBool)):
             return _constant(size)
-        expr = size.node.expr
         facts = symbol_facts(size)
-        mapping = {}
-        for symbol in sorted(expr.free_symbols, key=str):
-            name = self.names.setdefault(str(symbol), f"k{len(self.names)}({facts[str(symbol)]})")
-            mapping[symbol] = sympy.Symbol(name)
-        return str(expr.xreplace(mapping))
+        for symbol in sorted(facts):
+            self.names.setdefault(symbol, f"k{len(self.names)}({facts[symbol]})")
+        return renamed(size, self.names)
 
     def spec(self, value: object) -> str:
         if not isinstance(value, Tensor):

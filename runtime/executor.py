@@ -1,4 +1,4 @@
-"""executor: a Plan becomes one flat Python function: it calls the pieces in order and frees values after their last use.
+"""executor: a Plan becomes one flat Python function: it calls the pieces in order and frees what nobody reads again.
 
     def run(inputs):
         arg0_1, arg1_1 = inputs

@@ -1,4 +1,4 @@
-"""All that is private or differs between torch releases, in one file. Features are detected, never versions compared."""
+"""All that is private to torch or differs between its releases. Features are detected, versions never compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import SymInt, Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.fx import Graph, GraphModule, Node
@@ -91,10 +91,11 @@ def known_equal(*sizes: int | SymInt) -> bool:
 def functional_aten(
     gm: GraphModule, inputs: Sequence[object], inference: Callable[..., Any], training: Callable[..., Any]
 ) -> Any:
-    """Dynamo's graph through AOTAutograd: `inference` turns one functional, decomposed ATen graph into a boxed callable.
+    """Dynamo's graph through AOTAutograd: `inference` turns a functional, decomposed graph into a boxed callable.
 
     `training` is called instead where gradients would flow. Returns what Dynamo is to run.
     """
+    import torch._inductor.lowering  # noqa: F401  (the decompositions of pooling ask for it)
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._inductor.decomposition import select_decomp_table
 
@@ -165,8 +166,16 @@ def observed(gm: GraphModule, name: str, run: Callable[[GraphModule], Any]) -> A
     return GraphTransformObserver(gm, name, "v41").apply_gm_pass(run)
 
 
-def symbol_facts(size: SymInt) -> dict[str, str]:
-    """Symbol of `size` -> what a compiler may have used: its range, and of a backed one, which can be guarded on, its name."""
+def renamed(size: SymInt | SymFloat | SymBool, names: dict[str, str]) -> str:
+    """The expression of `size` with its symbols called as `names` says."""
+    from sympy import Symbol  # type: ignore[import-untyped]
+
+    expr = size.node.expr
+    return str(expr.xreplace({symbol: Symbol(names[str(symbol)]) for symbol in expr.free_symbols}))
+
+
+def symbol_facts(size: SymInt | SymFloat | SymBool) -> dict[str, str]:
+    """Symbol of `size` -> what a compiler may use: its range; the name of a backed one, which can be guarded on."""
     shapes = size.node.shape_env
     facts = {}
     for symbol in size.node.expr.free_symbols:
@@ -182,7 +191,7 @@ def input_name(placeholder: Node) -> str:
     source = getattr(argument, "source", None)
     name = source.name if source is not None else placeholder.name
     text = str(name() if callable(name) else name)
-    text = re.sub(r"L\['(\w+)'\]", r"\1", text).removeprefix("self.")
+    text = re.sub(r"L\['(\w+)'\]", r"\1", text)
     return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text).removeprefix("self.")
 
 
@@ -195,3 +204,8 @@ def content_of(constant: Tensor) -> bytes | None:
     with unset_fake_temporarily():
         flat = constant.detach().cpu().contiguous().flatten()
         return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.numel() else b""
+
+
+def memory_of(value: Tensor) -> object:
+    """Equal for tensors that share memory, fake ones too."""
+    return value.untyped_storage()._cdata

@@ -20,8 +20,8 @@ from v41._compat import functional_aten, graph_break, input_name, times_compiled
 from v41.errors import GradientsRequested
 from v41.options import Options, parse
 from v41.passes.partition import partition
-from v41.passes.pipeline import CUT_AT, run_pipeline
-from v41.report import CompileReport, publish, source_of
+from v41.passes.pipeline import CUT_AT, run_pipeline, text_of
+from v41.report import CompileReport, programs_wanted, publish, source_of
 from v41.runtime.executor import Artifact, eager_artifact, executor
 
 
@@ -55,7 +55,9 @@ def build(aten: GraphModule, options: Options, report: CompileReport) -> Callabl
     }
     clock = time.perf_counter
     start = clock()
-    program, report.passes = run_pipeline(aten)
+    programs = programs_wanted()
+    report.program = text_of(aten) if programs else None
+    program, report.passes = run_pipeline(aten, check=options.verify, programs=programs)
     report.seconds["passes"], start = clock() - start, clock()
     plan = partition(program, cut_at=CUT_AT)
     report.seconds["partition"], start = clock() - start, clock()
@@ -67,7 +69,7 @@ def build(aten: GraphModule, options: Options, report: CompileReport) -> Callabl
 
 
 def artifact(body: GraphModule, names: Sequence[str], codegen: str, report: CompileReport) -> Artifact:
-    """The callable that the pieces `names` share. What Inductor cannot compile runs as eager, and the report says why."""
+    """What the pieces `names` run. What Inductor cannot compile runs as eager, and the report says why."""
     if codegen == "inductor":
         from v41.lowering.inductor import compile_piece
 

@@ -53,3 +53,10 @@ class KernelDoesNotCompile(V41Error):
 
     found = "Triton kernel {kernel} does not compile for {arch}: {error}"
     fix = "the error names the line of the kernel; a generated kernel that fails is a bug of its generator"
+
+
+class InvariantBroken(V41Error):
+    """facts: run (the pass), rule, node, detail."""
+
+    found = "pass {run} left a program in which a rule is broken: it {rule}; {node}: {detail}"
+    fix = "correct the pass; meanwhile the program compiles without it"

@@ -37,6 +37,7 @@ class PassRun:
     milliseconds: float
     failure: str | None = None
     warning: str | None = None  # e.g. a pass that expects sites in every V4.1 graph saw none
+    program: str | None = field(default=None, repr=False)  # the program after it, where `collect(programs=True)` asked
 
     @property
     def applied(self) -> int:
@@ -60,20 +61,21 @@ class CompileReport:
     recompiles: int = 0  # how often Dynamo had compiled this function before
     seconds: dict[str, float] = field(default_factory=dict)  # phase -> wall time
     plan: Plan | None = field(default=None, repr=False)  # what runs
+    program: str | None = field(default=None, repr=False)  # before the first pass, where `collect(programs=True)` asked
 
 
-_COLLECTORS: ContextVar[tuple[list[CompileReport], ...]] = ContextVar("v41_report_collectors", default=())
+_COLLECTORS: ContextVar[tuple[tuple[list[CompileReport], bool], ...]] = ContextVar("v41_report_collectors", default=())
 
 
 @contextmanager
-def collect() -> Iterator[list[CompileReport]]:
-    """Reports of every graph that v41 compiles inside the block, in order.
+def collect(*, programs: bool = False) -> Iterator[list[CompileReport]]:
+    """Reports of every graph that v41 compiles inside the block, in order; with `programs`, each program's text too.
 
     with v41.collect() as reports:
         compiled(batch, cache)
     """
     reports: list[CompileReport] = []
-    token = _COLLECTORS.set((*_COLLECTORS.get(), reports))
+    token = _COLLECTORS.set((*_COLLECTORS.get(), (reports, programs)))
     try:
         yield reports
     finally:
@@ -82,8 +84,13 @@ def collect() -> Iterator[list[CompileReport]]:
 
 def publish(report: CompileReport) -> None:
     """Hands a finished report to every `collect` block around."""
-    for reports in _COLLECTORS.get():
+    for reports, _ in _COLLECTORS.get():
         reports.append(report)
+
+
+def programs_wanted() -> bool:
+    """Whether a `collect` block around asked for the text of programs."""
+    return any(programs for _, programs in _COLLECTORS.get())
 
 
 def applied(call: Node) -> Decision:

@@ -1,0 +1,269 @@
+"""verify: what every program must hold after every pass; a breach is an error that names pass, rule and node.
+
+A program reads nothing before it is made, its meta is what a fresh propagation finds, its regions are well formed,
+and it keeps the inputs, outputs, effects and shared memory of the program that entered. `Facts` are those of the
+program before; RULES are sentences with the predicate that finds the culprit, in order: each may rely on those above.
+A pass whose business is to break one (writes in place, say) lists its sentence in the pipeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+from torch import SymInt, Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from v41._compat import fake_mode_of, known_equal, memory_of, without_guards
+from v41.errors import InvariantBroken
+from v41.passes.analysis.effects import ASSERTS, bases, effect_of, written_args, written_inputs
+from v41.plan import spec
+from v41.regions import body_of, invoke_subgraph, is_region
+from v41.report import source_of
+
+Culprit = tuple[Node, str]  # the node that breaks a rule, and how
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a pass leaves as it was."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    effects: tuple[str, ...]
+    written: tuple[str, ...]
+    shared: tuple[int, ...]  # for every output the first input or output that has its memory
+
+
+class Program:
+    """A program under judgement. It is propagated when the first rule asks what its values are."""
+
+    def __init__(self, gm: GraphModule, before: Facts | None = None) -> None:
+        self.gm = gm
+        self._before = before
+
+    @cached_property
+    def propagated(self) -> tuple[dict[Node, Any], Culprit | None]:
+        """The fresh value of every node, up to the first whose meta says something else, and that node."""
+        nodes = self.gm.graph.nodes
+        mode = fake_mode_of([node.meta.get("val") for node in nodes])
+        with mode or contextlib.nullcontext(), without_guards(mode):
+            return _run(self.gm, [node.meta.get("val") for node in nodes if node.op == "placeholder"], mode)
+
+    @cached_property
+    def now(self) -> Facts:
+        fresh, wrong = self.propagated
+        assert wrong is None, wrong
+        return _facts(self.gm, fresh)
+
+    @property
+    def before(self) -> Facts:
+        return self._before or self.now
+
+
+def facts(gm: GraphModule) -> Facts:
+    """The Facts of a program that holds the rules."""
+    return Program(gm).now
+
+
+def verify(gm: GraphModule, before: Facts, *, name: str, but: Collection[str] = ()) -> None:
+    """InvariantBroken, naming pass `name`, unless `gm` holds every rule except those listed in `but`."""
+    program = Program(gm, before)
+    for rule, find in RULES:
+        culprit = find(program) if rule not in but else None
+        if culprit is not None:
+            node, detail = culprit
+            raise InvariantBroken(source_of(node), run=name, rule=rule, node=node.name, detail=detail)
+
+
+def reads_too_early(program: Program) -> Culprit | None:
+    return _read_before_made(program.gm)
+
+
+def is_a_malformed_region(program: Program) -> Culprit | None:
+    for call in program.gm.graph.nodes:
+        if call.op != "call_function" or call.target is not invoke_subgraph:
+            continue
+        body = body_of(call)
+        wanted = [node for node in body.graph.nodes if node.op == "placeholder"]
+        results = body.graph.output_node().args[0]
+        if len(call.args) - 2 != len(wanted):
+            return call, f"hands {len(call.args) - 2} operands to a body of {len(wanted)}"
+        if not isinstance(results, (tuple, list)) or len(results) != len(call.meta.get("val") or ()):
+            return call, "its body does not return the tuple that its meta promises"
+        if is_region(call) and (effect := next(filter(effect_of, body.graph.nodes), None)) is not None:
+            return call, f"its body has an effect, {effect.name}"
+    return None
+
+
+def contradicts_propagation(program: Program) -> Culprit | None:
+    return program.propagated[1]
+
+
+def changes_inputs(program: Program) -> Culprit | None:
+    return _differs(program, program.before.inputs, program.now.inputs)
+
+
+def changes_outputs(program: Program) -> Culprit | None:
+    return _differs(program, program.before.outputs, program.now.outputs)
+
+
+def changes_written_inputs(program: Program) -> Culprit | None:
+    return _differs(program, program.before.written, program.now.written)
+
+
+def changes_other_effects(program: Program) -> Culprit | None:
+    before, now = ([e for e in each.effects if not e.startswith("writes")] for each in (program.before, program.now))
+    return _differs(program, before, now)
+
+
+def changes_effects(program: Program) -> Culprit | None:
+    return _differs(program, program.before.effects, program.now.effects)
+
+
+def changes_shared_memory(program: Program) -> Culprit | None:
+    return _differs(program, program.before.shared, program.now.shared)
+
+
+WRITES = "keeps writes and their order"
+SHARED = "keeps which inputs and outputs share memory"
+RULES: tuple[tuple[str, Callable[[Program], Culprit | None]], ...] = (
+    ("reads nothing before it is made", reads_too_early),
+    ("holds well-formed regions", is_a_malformed_region),
+    ("has the meta that a fresh propagation finds", contradicts_propagation),
+    ("keeps its inputs", changes_inputs),
+    ("keeps its outputs", changes_outputs),
+    ("writes the same inputs", changes_written_inputs),
+    ("keeps collectives, random numbers and assertions in order", changes_other_effects),
+    (WRITES, changes_effects),
+    (SHARED, changes_shared_memory),
+)
+
+
+def _read_before_made(gm: GraphModule) -> Culprit | None:
+    seen: set[Node] = set()
+    for node in gm.graph.nodes:
+        early = next((arg for arg in node.all_input_nodes if arg not in seen), None)
+        if early is not None:
+            return node, f"reads {early.name}, which is made later or elsewhere"
+        seen.add(node)
+        if node.op == "get_attr" and not _has(gm, str(node.target)):
+            return node, f"the module has no {node.target}"
+        if node.op == "call_function" and node.target is invoke_subgraph:
+            inner = _read_before_made(body_of(node))
+            if inner is not None:
+                return node, f"in its body {inner[0].name} {inner[1]}"
+    return None
+
+
+def _has(gm: GraphModule, path: str) -> bool:
+    owner: Any = gm
+    for part in path.split("."):
+        if not hasattr(owner, part):
+            return False
+        owner = getattr(owner, part)
+    return True
+
+
+def _differs(program: Program, before: Sequence[object], now: Sequence[object]) -> Culprit | None:
+    if tuple(before) == tuple(now):
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now)))
+    old, new = (each[at] if at < len(each) else "nothing" for each in (before, now))
+    return program.gm.graph.output_node(), f"number {at} was {old} and is {new}"
+
+
+def _run(gm: GraphModule, inputs: Sequence[Any], mode: Any) -> tuple[dict[Node, Any], Culprit | None]:
+    fresh: dict[Node, Any] = {}
+    given = iter(inputs)
+    for node in gm.graph.nodes:
+        if node.op == "output" or node.target in ASSERTS:
+            continue
+        if node.op == "get_attr":
+            value = attrgetter(str(node.target))(gm)
+            fresh[node] = (
+                mode.from_tensor(value, static_shapes=True) if mode is not None and isinstance(value, Tensor) else value
+            )
+            continue
+        if node.op == "placeholder":
+            fresh[node] = next(given)
+        elif node.target is invoke_subgraph:
+            body = body_of(node)
+            inner, wrong = _run(body, map_arg(node.args[2:], fresh.__getitem__), mode)
+            if wrong is not None:
+                return fresh, (node, f"in its body {wrong[0].name} {wrong[1]}")
+            fresh[node] = tuple(map_arg(body.graph.output_node().args[0], inner.__getitem__))  # type: ignore[arg-type]
+        else:
+            try:
+                args, kwargs = map_arg((node.args, node.kwargs), fresh.__getitem__)
+                fresh[node] = node.target(*args, **kwargs)
+            except Exception as error:
+                return fresh, (node, f"does not run on its operands: {error}")
+        claimed = node.meta.get("val")
+        if node.meta.get("unbacked_bindings"):
+            fresh[node] = claimed  # its sizes are new symbols on every run
+        elif (difference := _difference(claimed, fresh[node])) is not None:
+            return fresh, (node, difference)
+    return fresh, None
+
+
+def _difference(claimed: object, found: object) -> str | None:
+    """How a node's meta and its fresh value differ; None where they do not."""
+    if isinstance(found, (tuple, list)):
+        if not isinstance(claimed, (tuple, list)) or len(claimed) != len(found):
+            return f"its meta is {claimed}, its value a tuple of {len(found)}"
+        return next((wrong for pair in zip(claimed, found, strict=True) if (wrong := _difference(*pair))), None)
+    if not isinstance(found, Tensor):
+        sizes = isinstance(claimed, (int, SymInt)) and isinstance(found, (int, SymInt))
+        same = known_equal(claimed, found) if sizes else str(claimed) == str(found)  # type: ignore[arg-type]
+        return None if same else f"its meta is {claimed}, its value {found}"
+    if not isinstance(claimed, Tensor):
+        return f"its meta is {claimed}, its value a tensor"
+    same = claimed.dtype == found.dtype and claimed.device == found.device and claimed.ndim == found.ndim
+    if (
+        same
+        and all(map(known_equal, claimed.shape, found.shape))
+        and all(map(known_equal, claimed.stride(), found.stride()))
+    ):
+        return None
+    return f"its meta is {layout(claimed)}, its value {layout(found)}"
+
+
+def layout(value: object) -> str:
+    """What a tensor is, to the stride: "bf16[u0, 4] strides (4, 1)"; of anything else its text."""
+    return f"{spec(value)} strides {tuple(value.stride())}" if isinstance(value, Tensor) else spec(value)
+
+
+def _facts(gm: GraphModule, fresh: dict[Node, Any]) -> Facts:
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    results = gm.graph.output_node().args[0]
+    outputs = list(results) if isinstance(results, (tuple, list)) else [results]
+    values = [*(fresh[node] for node in inputs), *(fresh[n] if isinstance(n, Node) else n for n in outputs)]
+    first: dict[object, int] = {}
+    owners = [memory_of(value) if isinstance(value, Tensor) else ("no memory", i) for i, value in enumerate(values)]
+    return Facts(
+        inputs=tuple(f"{node.name} {layout(fresh[node])}" for node in inputs),
+        outputs=tuple(layout(value) for value in values[len(inputs) :]),
+        effects=tuple(_effects(gm)),
+        written=tuple(sorted(node.name for node in written_inputs(gm))),
+        shared=tuple(first.setdefault(owner, i) for i, owner in enumerate(owners)),
+    )
+
+
+def _effects(gm: GraphModule) -> Iterator[str]:
+    """What `gm` does besides computing, in order, regions and other subgraphs from within."""
+    for node in gm.graph.nodes:
+        effect = effect_of(node)
+        if node.op == "call_function" and node.target is invoke_subgraph:
+            yield from _effects(body_of(node))
+        elif effect == "writes":
+            yield f"writes {', '.join(base.name for arg in written_args(node) for base in bases(arg))} by {node.target}"
+        elif effect == "asserts":
+            yield f"asserts {', '.join(str(arg.meta.get('val')) for arg in node.all_input_nodes)}"
+        elif effect is not None:
+            yield f"{effect} {node.target} {spec(node.meta.get('val'))}"

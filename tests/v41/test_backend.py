@@ -1,0 +1,271 @@
+"""backend="v41" runs any inference graph as eager does: values, aliases, writes; what it refuses, it refuses by name."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import v41
+from v41 import backend
+from v41.errors import GradientsRequested, InvalidOptionValue, ModeRefused, UnknownOption
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No compiled code from the test before, and no gradients unless a test asks for them."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def compiled(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend="v41", options={"codegen": "eager", "verify": True}, **kwargs)
+
+
+def copies(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.clone() if isinstance(value, Tensor) else value for value in values)
+
+
+def check(function: Callable[..., Any], *args: Any, exact: bool = True, **kwargs: Any) -> list[v41.CompileReport]:
+    """Compiled and eager agree on results and on what the call left in its arguments. Returns the reports."""
+    ours, theirs = copies(args), copies(args)
+    expected = function(*theirs, **kwargs)
+    with v41.collect() as reports:
+        result = compiled(function)(*ours, **kwargs)
+    tolerance = {"rtol": 0, "atol": 0} if exact else {}
+    torch.testing.assert_close((result, ours), (expected, theirs), **tolerance)
+    assert reports
+    assert all(not run.failure for report in reports for run in report.passes)
+    return reports
+
+
+def test_a_perceptron() -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    (report,) = check(net, torch.randn(3, 8))
+    assert (report.pieces, report.artifacts, report.graph_break, report.recompiles) == (1, 1, None, 0)
+    assert report.options == {"codegen": ("eager", "options"), "verify": (True, "options")}
+
+
+def test_a_convolution() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)).eval()
+    check(net, torch.randn(2, 3, 8, 8), exact=False)
+
+
+def test_a_transformer_layer() -> None:
+    net = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    check(lambda x: net.norm1(x + net._sa_block(x, None, None)), torch.randn(2, 5, 16), exact=False)
+
+
+def test_int_arguments_and_keywords() -> None:
+    check(lambda x, n, *, scale, bias=None: x.repeat(n) * scale, torch.randn(4), 3, scale=2)
+
+
+def test_no_inputs() -> None:
+    check(lambda: torch.arange(4) * 2)
+
+
+def test_an_output_that_is_an_input_and_one_that_is_none() -> None:
+    x = torch.randn(3)
+    first, none, twice, again = compiled(lambda x: (x, None, x * 2, x))(x)
+    assert first is x and again is x and none is None
+    assert torch.equal(twice, x * 2)
+
+
+def test_a_view_of_an_input_stays_a_view() -> None:
+    x = torch.randn(4, 3)
+    row, double = compiled(lambda x: (x[1], x[1] * 2))(x)
+    x.zero_()
+    assert row.count_nonzero() == 0 and double.count_nonzero() == 3
+
+
+def test_the_same_result_twice_and_nested() -> None:
+    def twins(x: Tensor) -> Any:
+        y = x + 1
+        return {"a": (y, y), "b": [y[0], (x * 2,)]}
+
+    check(twins, torch.randn(3))
+
+
+def test_a_constant_tensor() -> None:
+    check(lambda x: x + torch.tensor([1.0, 2.0, 3.0]), torch.randn(3))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_writes_to_inputs(offset: int) -> None:
+    def step(cache: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        cache[slots + offset] = x * 2
+        x.add_(1)
+        return cache[offset : offset + 2].sum() + x
+
+    check(step, torch.zeros(6, 3), torch.randn(2, 3), torch.tensor([1, 3]))
+
+
+def test_two_inputs_that_share_memory() -> None:
+    def both(a: Tensor, b: Tensor) -> Tensor:
+        a.mul_(2)
+        return b + 1
+
+    ours, theirs = torch.arange(6.0), torch.arange(6.0)
+    result, expected = compiled(both)(ours[:4], ours[2:]), both(theirs[:4], theirs[2:])
+    assert torch.equal(result, expected) and torch.equal(ours, theirs)
+
+
+def test_rows_of_any_number_compile_once() -> None:
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).relu().sum(-1)
+
+    function, w = compiled(step, fullgraph=True), torch.randn(4, 5)
+    with v41.collect() as reports:
+        for rows in (3, 0, 1, 2, 17):
+            x = torch.randn(rows, 4)
+            torch._dynamo.decorators.mark_unbacked(x, 0)
+            assert torch.equal(function(x, w), step(x, w)), rows
+    assert len(reports) == 1
+
+
+def test_automatic_dynamic_shapes_recompile_once_and_say_so() -> None:
+    function = compiled(lambda x: x.sum(0) * x.shape[0])
+    with v41.collect() as reports:
+        for rows in (3, 4, 5, 6):
+            x = torch.randn(rows, 2)
+            assert torch.equal(function(x), x.sum(0) * rows)
+    assert [report.recompiles for report in reports] == [0, 1]
+
+
+def test_random_numbers_come_in_eager_order() -> None:
+    def noise(x: Tensor) -> Tensor:
+        return x + torch.rand(3), torch.rand(3)
+
+    torch.manual_seed(5)
+    expected = noise(torch.zeros(3))
+    torch.manual_seed(5)
+    result = compiled(noise)(torch.zeros(3))
+    assert all(map(torch.equal, result, expected))
+
+
+def test_a_graph_break_is_in_the_report() -> None:
+    def halves(x: Tensor) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    first, second = check(halves, torch.randn(3))
+    assert first.graph_break is not None and "test_backend.py" in first.graph_break
+    assert second.graph_break is None
+
+
+def test_grouped_matmul_stays_whole() -> None:
+    def experts(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        return torch.nn.functional.grouped_mm(x, w, offs=ends)
+
+    (report,) = check(
+        experts,
+        torch.randn(8, 16, dtype=torch.bfloat16),
+        torch.randn(2, 16, 32, dtype=torch.bfloat16),
+        torch.tensor([3, 8], dtype=torch.int32),
+    )
+    assert report.plan is not None
+    targets = [str(node.target) for piece in report.plan.pieces for node in piece.body.graph.nodes]
+    assert "aten._grouped_mm.default" in targets
+
+
+def test_two_threads_compile() -> None:
+    net = nn.Linear(4, 4)
+    results: dict[int, bool] = {}
+
+    def work(rows: int) -> None:
+        with torch.no_grad():
+            x = torch.randn(rows, 4)
+            function = compiled(lambda x: net(x) * rows)
+            results[rows] = torch.equal(function(x), net(x) * rows)
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {2: True, 3: True}
+
+
+def refusal(function: Callable[..., Any], *args: Any) -> Exception:
+    """What the backend raised inside torch.compile's own error."""
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        function(*args)
+    return caught.value.inner_exception
+
+
+def test_gradients_are_refused_by_name() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wq = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wq(x) + 1
+
+    with torch.enable_grad():
+        error = refusal(torch.compile(Model(), backend="v41"), torch.randn(2, 4))
+    assert isinstance(error, GradientsRequested)
+    assert error.facts == {"count": 2, "total": 3, "first": "wq.weight"}
+    assert "torch.no_grad()" in str(error)
+
+
+def test_a_function_that_turns_gradients_off_itself_compiles() -> None:
+    net = nn.Linear(4, 4)
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return net(x)
+
+    x = torch.randn(2, 4)
+    with torch.enable_grad():
+        assert torch.equal(compiled(forward)(x), forward(x))
+
+
+def test_a_function_that_turns_gradients_off_for_a_part_is_refused() -> None:
+    net = nn.Linear(4, 4)
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = net(x)
+        return net(y)
+
+    with torch.enable_grad():
+        assert isinstance(refusal(compiled(forward), torch.randn(2, 4)), GradientsRequested)
+
+
+def test_inference_mode() -> None:
+    net = nn.Linear(4, 4)
+    with torch.inference_mode():
+        x = torch.randn(2, 4)
+        assert torch.equal(compiled(net)(x), net(x))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"options": {"codgen": "eager"}}, UnknownOption),
+        ({"options": {"codegen": "triton"}}, InvalidOptionValue),
+        ({"options": {"verify": 1}}, InvalidOptionValue),
+        ({"mode": "reduce-overhead"}, ModeRefused),
+    ],
+)
+def test_settings_that_do_not_exist_are_refused(settings: dict[str, Any], error: type[Exception]) -> None:
+    found = refusal(torch.compile(lambda x: x + 1, backend="v41", **settings), torch.randn(2))
+    assert isinstance(found, error)
+    assert "fix  " in str(found)
+
+
+def test_the_name_is_registered_once_and_a_reload_is_harmless() -> None:
+    assert "v41" in torch._dynamo.list_backends()
+    first = torch._dynamo.lookup_backend("v41")
+    importlib.reload(backend)
+    assert torch._dynamo.lookup_backend("v41") is first
+    assert torch.equal(compiled(lambda x: x + 1)(torch.ones(2)), torch.full((2,), 2.0))
