@@ -72,8 +72,8 @@ class BucketTooSmall(ModelError, ValueError):
     fix = "choose a bucket that holds the rows; pad rows need at least one chunk beside them"
 
 
-SIZES = {"rows_of_request": ("requests", "chunk"), "slot_of_request": ("requests",), "logit_rows": ("logits",)}
-# names of the sizes in front of each tensor of a Batch; where nothing is said, its first one is "rows"
+# the size in front of each tensor of a Batch; where nothing is said it is "rows"
+SIZES = {"first_rows": "requests", "slot_of_request": "requests", "longest": "longest", "logit_rows": "logits"}
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,11 @@ class Batch:
     late_floors: Tensor  # [T] the same in the layers that SWA bounded replay truncates
     hits: Tensor  # [T] entries that end below this position are cached and not written
     lookback: Tensor  # [T, N] token ids at p, p-1, ...; -1 where there is none
-    requests: Tensor  # [T] the row's place in `rows_of_request`: which request,
-    columns: Tensor  # [T] and which of its rows
-    rows_of_request: Tensor  # [R, Q]; 0 beyond a chunk's end
+    requests: Tensor  # [T] which request the row belongs to,
+    columns: Tensor  # [T] and which of its rows it is
+    first_rows: Tensor  # [R] row each request begins at
     slot_of_request: Tensor  # [R]
+    longest: Tensor  # arange(Q)
     blocks: dict[int, Tensor]  # ratio -> arange(candidate blocks up to the longest context)
     logit_rows: Tensor  # [L]
     host: Host
@@ -161,7 +162,6 @@ def build_batch(
                          + [lookback_ids(chunk, config.engram_max_ngram_size) for chunk in chunks])
     lookback = pad(lookback, (0, 0, 0, pads), value=-1)
     floors = [window_floor(config, chunk) for chunk in chunks]
-    column = torch.arange(max(lengths, default=0))
     logits = [(i, p) for i, chunk in enumerate(chunks) for p in logit_positions(chunk)]
     return _mark(Batch(
         tokens=lookback[:, 0].clamp(min=0),
@@ -175,10 +175,9 @@ def build_batch(
         lookback=lookback,
         requests=owner,
         columns=torch.where(real, columns, 0),
-        rows_of_request=torch.where(
-            column < torch.tensor(lengths, dtype=torch.int64)[:, None],
-            torch.tensor(bounds[:-1], dtype=torch.int64)[:, None] + column, 0),
+        first_rows=torch.tensor(bounds[:-1], dtype=torch.int64),
         slot_of_request=torch.tensor([chunk.slot for chunk in chunks], dtype=torch.int64),
+        longest=torch.arange(max(lengths, default=0)),
         blocks={m: torch.arange(block_count(config, chunks, m)) for m in sorted({*config.compress_ratios} - {0})},
         logit_rows=torch.tensor([bounds[i] + p - chunks[i].start for i, p in logits], dtype=torch.int64),
         host=Host(tuple(chunks), tuple(bounds), tuple(logits), rows),
@@ -240,8 +239,7 @@ def _mark(batch: Batch) -> Batch:
     for f in fields(batch):
         tensor = getattr(batch, f.name)
         if isinstance(tensor, Tensor):
-            for dim, size in enumerate(SIZES.get(f.name, ("rows",))):
-                mark_unbacked(tensor, dim, shape_id=size)
+            mark_unbacked(tensor, 0, shape_id=SIZES.get(f.name, "rows"))
     for ratio, blocks in batch.blocks.items():
         mark_unbacked(blocks, 0, shape_id=f"blocks{ratio}")
     return batch

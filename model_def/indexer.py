@@ -57,7 +57,7 @@ class Indexer(nn.Module):
         w = self.weights_proj(x).float() * (self.width * self.heads) ** -0.5  # [T, H]
         reachable = entries.clamp(max=stored.shape[1] - 1)  # the last block may reach beyond the slot
         k = MXFP4_RECORD.decode(stored[batch.slot_of_request.unsqueeze(-1), reachable])  # [R, E, d]
-        scores = index_scores(q[batch.rows_of_request], k, w[batch.rows_of_request])  # [R, Q, E]
+        scores = index_scores(q[step.rows_of_request], k, w[step.rows_of_request])  # [R, Q, E]
         scores = scores[batch.requests, batch.columns]  # [T, E]
 
         seen = (batch.positions + 1) // self.role.ratio  # [T] entries the row sees

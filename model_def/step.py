@@ -36,6 +36,7 @@ class Step(NamedTuple):
     entries: dict[int, Turn]  # ratio -> rotation of the entry whose group the row belongs to
     window: Window
     row_before: Tensor  # [T] the row in front, 0 for the first
+    rows_of_request: Tensor  # [R, Q]; rows of others beyond a chunk's end
 
 
 def plan_step(batch: Batch, cache: Cache, window: int, plain: Tensor, compressed: Tensor) -> Step:
@@ -50,6 +51,7 @@ def plan_step(batch: Batch, cache: Cache, window: int, plain: Tensor, compressed
         {m: turn(at // m * m, compressed) for m in batch.blocks},  # an entry stands at its group's first token
         window_of(batch, rows, window),
         (rows - 1).clamp(min=0),
+        (batch.first_rows.unsqueeze(-1) + batch.longest).clamp(max=at.shape[0] - 1),
     )
 
 
