@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from v41.model_def.config import V41Config
 from v41.model_def.engram_constants import multipliers, table_offsets, table_primes
+from v41.model_def.errors import TokenMapError
 from v41.model_def.linear import linear
 from v41.model_def.norm import inverse_rms
 from v41.model_def.quantization import GROUP, dequantize_fp8, quantize_fp8
@@ -53,6 +54,7 @@ class Engram(nn.Module):
         primes = table_primes(len(config.engram_layer_ids), orders * heads, config.engram_vocab_size)[place]
         streams, width = config.hc_mult, config.hidden_size
         self.eps, self.pad_token, self.streams = config.rms_norm_eps, config.engram_pad_token_id, streams
+        self.compressed = config.engram_compressed_vocab_size
         self.multipliers = multipliers(layer, orders + 1, config.engram_compressed_vocab_size)
         self.embed = EngramTable(sum(primes), config.engram_head_dim)
         self.wkv = linear(config, config.engram_width, (streams + 1) * width)
@@ -65,6 +67,15 @@ class Engram(nn.Module):
         self.primes: Tensor
         self.offsets: Tensor
         self.token_map: Tensor
+
+    def set_token_map(self, token_map: Tensor, where: str = "Engram.set_token_map") -> None:
+        """Takes the tokenizer's map; ids beyond its end, which no text has, count as padding."""
+        longest, highest = self.token_map.shape[0], self.compressed
+        if token_map.ndim != 1 or token_map.shape[0] > longest or not 0 <= int(token_map.max()) < highest:
+            raise TokenMapError(where, shape=tuple(token_map.shape), highest=int(token_map.max()), ids=longest,
+                                compressed=highest)
+        self.token_map.fill_(token_map[self.pad_token])
+        self.token_map[: token_map.shape[0]] = token_map
 
     def forward(self, X: Tensor, lookback: Tensor) -> Tensor:
         """Streams [T, S, D] and token ids [T, N], this token first, -1 where there is none -> streams.

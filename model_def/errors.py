@@ -71,3 +71,10 @@ class CheckpointFileError(ModelError, FileNotFoundError):
 
     found = "the checkpoint folder cannot be read: {problem}"
     fix = "point at a folder with config.json and model.safetensors, or shards with model.safetensors.index.json"
+
+
+class TokenMapError(ModelError):
+    """facts: shape, highest, ids, compressed."""
+
+    found = "a token map of shape {shape} with compressed ids up to {highest} is none for this model"
+    fix = "give a compressed id below {compressed} for at most {ids} token ids, one dimension"

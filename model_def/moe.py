@@ -14,22 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from v41.model_def.config import V41Config
-from v41.model_def.linear import Fp32Linear, linear
+from v41.model_def.linear import linear
 from v41.model_def.quantization import GROUP, dequantize_mxfp4, fake_quant_fp8, quantize_mxfp4
 from v41.model_def.topk import topk_lowest_index
 
 
-class Gate(Fp32Linear):
+class Gate(nn.Module):
     """fp32 throughout. `bias` balances the load: it moves the choice and never the weight."""
 
     def __init__(self, config: V41Config) -> None:
-        super().__init__(config.hidden_size, config.n_routed_experts)
+        super().__init__()
         self.k, self.scaling = config.num_experts_per_tok, config.routed_scaling_factor
+        width = config.hidden_size
+        self.weight = nn.Parameter(torch.randn(config.n_routed_experts, width, dtype=torch.bfloat16) * width**-0.5)
         self.bias = nn.Parameter(torch.zeros(config.n_routed_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, D] -> weights fp32 [T, k] and experts int64 [T, k]."""
-        scores = F.softplus(super().forward(x)).sqrt()
+        scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
         experts = topk_lowest_index(scores + self.bias, self.k)
         weights = scores.gather(-1, experts)
         return weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scaling, experts
@@ -63,11 +65,11 @@ class Fp4ExpertLinear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        width = 2 * self.weight.shape[-1]
-        for weight, scale in zip(self.weight, self.scale, strict=True):
-            pairs, byte = quantize_mxfp4(torch.randn(len(weight), width, device=weight.device) * width**-0.5)
-            weight.copy_(pairs)
-            scale.copy_(byte)
+        experts, rows, pairs = self.weight.shape
+        random = torch.randn(experts, rows, 2 * pairs, device=self.weight.device) * (2 * pairs) ** -0.5
+        weight, scale = quantize_mxfp4(random)
+        self.weight.copy_(weight)
+        self.scale.copy_(scale)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(fake_quant_fp8(x), dequantize_mxfp4(self.weight, self.scale).transpose(1, 2), offs=ends)
@@ -114,7 +116,7 @@ class MoE(nn.Module):
         by_expert = experts.flatten().argsort(stable=True)  # a row is (token, pick)
         ends = expert_ends(experts.flatten()[by_expert], len(self.gate.bias))
         y = self.experts(x[by_expert // k], ends, weights.flatten()[by_expert])
-        y = y[by_expert.argsort()].view(rows, k, -1)  # back in the order of tokens and picks
+        y = y[by_expert.argsort()].view(rows, k, x.shape[1])  # back in the order of tokens and picks
         return (y.float().sum(1) + self.shared_experts(x).float()).to(x.dtype)
 
 

@@ -1,0 +1,227 @@
+"""Released checkpoints: read into a model tensor by tensor, as stored; write a model in the same layout.
+
+    config.json                              V41Config.from_json
+    model.safetensors, or shards with model.safetensors.index.json
+    engram_token_map.safetensors             ours, optional: `token_map`; a release has its tokenizer.json instead
+
+A module's parameter names are the released names. What differs is here: the experts of one linear are stacked in the
+model and single in the file; scale bytes are e8m0 there and uint8 here; `attn.wo_a`, bf16 in the model, may be fp8 in
+the file; what the model multiplies in fp32 keeps the file's type, bf16 or fp32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from v41.model_def.config import V41Config
+from v41.model_def.engram import Engram
+from v41.model_def.errors import CheckpointError, CheckpointFileError
+from v41.model_def.linear import Fp32Linear
+from v41.model_def.moe import ExpertLinear, Fp4ExpertLinear
+from v41.model_def.quantization import dequantize_fp8_weight
+from v41.model_def.token_map import read_token_map
+
+WEIGHTS, INDEX, TOKEN_MAP = "model.safetensors", "model.safetensors.index.json", "engram_token_map.safetensors"
+NOT_USED = ("mtp.", "vision")  # prefixes: the draft model, the image tower
+NOT_USED_SUFFIX = ".gate.bias_vl"  # the gate's bias inside image spans
+BYTES = {torch.uint8, torch.int8}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor of the file goes: `expert` picks a slice of a stacked parameter."""
+
+    module: nn.Module
+    name: str  # of the parameter in the module
+    expert: int | None
+    dtypes: tuple[torch.dtype, ...]  # that the file may have
+    fp8_too: bool  # a scaled fp8 weight is taken and dequantised
+
+    @property
+    def parameter(self) -> Tensor:
+        parameter = getattr(self.module, self.name)
+        return parameter if self.expert is None else parameter[self.expert]
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """What was read, what the file has beyond that, and where Engram's compressed ids came from."""
+
+    loaded: int
+    not_used: tuple[str, ...]  # recognised: the draft, vision
+    token_map: str
+
+
+def slots(model: nn.Module) -> dict[str, Slot]:
+    """Released name -> where it goes, for every parameter of the model."""
+    found: dict[str, Slot] = {}
+    for path, module in model.named_modules():
+        stacked = isinstance(module, ExpertLinear | Fp4ExpertLinear)
+        for name, parameter in module.named_parameters(recurse=False):
+            dtypes = stored_dtypes(module, name, parameter)
+            if stacked:  # layers.0.ffn.experts.w1 -> layers.0.ffn.experts.7.w1
+                head, _, tail = path.rpartition(".")
+                for e in range(parameter.shape[0]):
+                    found[f"{head}.{e}.{tail}.{name}"] = Slot(module, name, e, dtypes, False)
+            else:
+                fp8_too = path.endswith(".wo_a") and parameter.dtype == torch.bfloat16
+                found[f"{path}.{name}".lstrip(".")] = Slot(module, name, None, dtypes, fp8_too)
+    return found
+
+
+def stored_dtypes(module: nn.Module, name: str, parameter: Tensor) -> tuple[torch.dtype, ...]:
+    """What the file may hold for a parameter; the first is what a release holds."""
+    if name == "scale":
+        return torch.float8_e8m0fnu, torch.uint8
+    if parameter.dtype in BYTES:  # packed pairs
+        return torch.int8, torch.uint8
+    return (torch.bfloat16, torch.float32) if isinstance(module, Fp32Linear) else (parameter.dtype,)
+
+
+@torch.no_grad()
+def load_checkpoint(model: nn.Module, folder: str | Path, device: torch.device | str = "cpu") -> LoadSummary:
+    """Fills `model`, which may be on the meta device, and moves it to `device`. CheckpointError lists all misfits."""
+    folder, targets = Path(folder), slots(model)
+    with ExitStack() as stack:
+        files = open_files(folder, stack)
+        unused = tuple(sorted(name for name in files if is_not_used(name)))
+        check_fit(folder, targets, {name: file for name, file in files.items() if name not in unused})
+        for name, slot in targets.items():
+            fill(slot, read_for(slot, name, files).to(device), device)
+    model.to(device)
+    engrams = [module for module in model.modules() if isinstance(module, Engram)]
+    token_map, source = find_token_map(folder)
+    if token_map is not None:
+        set_token_map(model, token_map)
+    return LoadSummary(len(targets), unused, source if engrams else "no Engram layers")
+
+
+def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Tensor name -> the open file that has it. CheckpointFileError where the folder holds no checkpoint."""
+    if (folder / INDEX).exists():
+        shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    else:
+        shards = [WEIGHTS]
+    lost = [shard for shard in shards if not (folder / shard).exists()]
+    if lost:
+        raise CheckpointFileError(folder, problem=f"no {', '.join(lost)}")
+    opened = [stack.enter_context(safe_open(folder / shard, framework="pt")) for shard in shards]
+    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (the file is no mapping)
+
+
+def is_not_used(name: str) -> bool:
+    return name.startswith(NOT_USED) or name.endswith(NOT_USED_SUFFIX)
+
+
+def check_fit(folder: Path, targets: dict[str, Slot], files: dict[str, Any]) -> None:
+    """Compares names, shapes and types without reading a tensor."""
+    fp8 = {name for name, slot in targets.items() if slot.fp8_too and name in files
+           and stored_dtype(files[name].get_slice(name).get_dtype()) == torch.float8_e4m3fn}
+    misfits: dict[str, list[str]] = {"shape": [], "dtype": []}
+    for name in sorted(targets.keys() & files.keys()):
+        slot, stored = targets[name], files[name].get_slice(name)
+        shape, dtype = tuple(stored.get_shape()), stored_dtype(stored.get_dtype())
+        expected = tuple(slot.parameter.shape)
+        if shape != expected:
+            misfits["shape"].append(f"{name} is {shape}, the model has {expected}")
+        if dtype not in slot.dtypes and name not in fp8:
+            misfits["dtype"].append(f"{name} is {dtype}, the model takes {' or '.join(map(str, slot.dtypes))}")
+    wanted = targets.keys() | {scale_of(name) for name in fp8}
+    missing, unexpected = wanted - files.keys(), files.keys() - wanted
+    if missing or unexpected or any(misfits.values()):
+        raise CheckpointError(folder, sorted(missing), sorted(unexpected), **misfits)
+
+
+def stored_dtype(name: str) -> torch.dtype | str:
+    """safetensors' name of a type as torch's; the name itself where it is none of ours."""
+    return {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8,
+            "I8": torch.int8, "F8_E8M0": torch.float8_e8m0fnu}.get(name, name)
+
+
+def scale_of(name: str) -> str:
+    return name.removesuffix("weight") + "scale"
+
+
+def read_for(slot: Slot, name: str, files: dict[str, Any]) -> Tensor:
+    """One tensor, in the type the parameter has."""
+    tensor = files[name].get_tensor(name)
+    if slot.fp8_too and tensor.dtype == torch.float8_e4m3fn:
+        scale = scale_of(name)
+        return dequantize_fp8_weight(tensor, files[scale].get_tensor(scale).view(torch.uint8))
+    bytes_here = slot.parameter.dtype == torch.uint8
+    return tensor.view(torch.uint8) if bytes_here else tensor
+
+
+def fill(slot: Slot, tensor: Tensor, device: torch.device | str) -> None:
+    """Copies into the parameter, or makes it where it is a meta tensor or has another type."""
+    old = getattr(slot.module, slot.name)
+    if old.is_meta or old.dtype != tensor.dtype:
+        fresh = torch.empty(old.shape, dtype=tensor.dtype, device=device)
+        setattr(slot.module, slot.name, nn.Parameter(fresh, requires_grad=old.requires_grad))
+    slot.parameter.copy_(tensor)
+
+
+def find_token_map(folder: Path) -> tuple[Tensor | None, str]:
+    """Engram's map of token ids: from our file, else from the tokenizer, else none."""
+    if (folder / TOKEN_MAP).exists():
+        return load_file(folder / TOKEN_MAP)["token_map"], TOKEN_MAP
+    if (folder / "tokenizer.json").exists():
+        return read_token_map(folder / "tokenizer.json"), "tokenizer.json"
+    return None, "ids modulo the compressed vocabulary: the folder has no tokenizer.json"
+
+
+def set_token_map(model: nn.Module, token_map: Tensor) -> None:
+    """Gives every Engram layer the compressed id of each token. TokenMapError if it does not fit."""
+    for path, module in model.named_modules():
+        if isinstance(module, Engram):
+            module.set_token_map(token_map, path)
+
+
+@torch.no_grad()
+def save_checkpoint(model: nn.Module, folder: str | Path, shard_bytes: int | None = None) -> None:
+    """Writes model.config and the weights in released layout, in one file or in shards of about `shard_bytes`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = cast(V41Config, model.config)
+    (folder / "config.json").write_text(json.dumps(config.to_json(), indent=1))
+    tensors = {name: as_stored(slot) for name, slot in slots(model).items()}
+    for module in model.modules():
+        if isinstance(module, Engram):
+            save_file({"token_map": module.token_map.contiguous()}, folder / TOKEN_MAP)
+    if shard_bytes is None:
+        save_file(tensors, folder / WEIGHTS)
+        return
+    shards = list(split_by_size(tensors, shard_bytes))
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / file)
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}, indent=1))
+
+
+def as_stored(slot: Slot) -> Tensor:
+    """The parameter in the file's first type, a tensor of its own."""
+    tensor = slot.parameter.detach().cpu()
+    same_bits = tensor.dtype == torch.uint8
+    return (tensor.view(slot.dtypes[0]) if same_bits else tensor).clone(memory_format=torch.contiguous_format)
+
+
+def split_by_size(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Shards in order, each at most `limit` bytes or one tensor."""
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > limit:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard
