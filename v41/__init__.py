@@ -4,6 +4,11 @@ torch.compile(model, backend="v41") is the way in; `v41.collect()` gathers the r
 this package imports neither the compiler nor a kernel.
 """
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from v41.report import collect as collect
+
 __version__ = "0.1.0"
 
 

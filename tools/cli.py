@@ -1,0 +1,63 @@
+"""The `v41` command. A subcommand prints aligned tables or, with --json, the same facts; its exit code is the verdict.
+
+    0   done, and what was asked to hold holds
+    1   done, and it does not hold
+    2   refused: what was found, where, and what to do, on stderr
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from v41 import __version__
+from v41.options import CODEGENS
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="v41", description="DeepSeek-V4.1-Flash, compiled from its plain definition.")
+    made.add_argument("--version", action="version", version=f"v41 {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_generate(commands.add_parser("generate", help="read prompts, write tokens, show what the compiler did"))
+    return made
+
+
+def add_generate(command: argparse.ArgumentParser) -> None:
+    command.description = "Reads several prompts as one ragged batch and continues them with the compiled model."
+    source = command.add_mutually_exclusive_group()
+    source.add_argument("--preset", default="tiny", metavar="NAME", help="a size, with random weights (tiny)")
+    source.add_argument("--checkpoint", metavar="DIR", help="a folder with config.json and its tensors")
+    command.add_argument("--prompt", action="append", metavar="TEXT", help="read this instead; may be given again")
+    command.add_argument("--tokens", type=positive, default=16, metavar="N", help="tokens to write for each prompt (16)")
+    command.add_argument("--chunk", type=positive, default=64, metavar="N", help="rows of one prompt in a step (64)")
+    command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
+    command.add_argument("--device", default=None, help="cpu, cuda, ... (a GPU where there is one)")
+    command.add_argument("--compare-eager", action="store_true", help="feed eager's tokens to both and compare")
+    command.add_argument("--seeds", type=positive, default=5, metavar="N", help="runs to compare (5)")
+    command.add_argument("--json", action="store_true", help="print the facts as JSON")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole command. Nothing heavy is imported before the arguments are known to be good."""
+    arguments = parser().parse_args(argv)
+    from v41.errors import V41Error
+    from v41.model_def.errors import ModelError
+    from v41.tools.generate_command import generate_command
+
+    try:
+        return generate_command(arguments)
+    except (V41Error, ModelError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""`v41 generate`: the compiled model reads and writes; then how it agrees with eager and what the compiler did.
+
+    model        the plain model: a preset with random weights, or a checkpoint
+    text         each prompt's end and what follows it
+    agreement    with --compare-eager: a row of logits per request and step, over seeds (see compare.py)
+    graphs       passes, pieces, fallbacks, options: the compiler's own report (see report_view.py)
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
+from v41.report import CompileReport, collect
+from v41.tools.bytes import encode, packaged_prompts
+from v41.tools.compare import Agreement, agree
+from v41.tools.exact import Exact
+from v41.tools.generate import Forward, Generation, generate, replay, steps_needed
+from v41.tools.generate_view import show_all, values
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that the command found, before any of it is printed."""
+
+    source: str
+    config: V41Config
+    device: str
+    parameters: int
+    prompts: list[list[int]]
+    made: Generation
+    agreements: dict[int, tuple[Agreement, list[tuple[int, int]]]]  # seed -> rows, and request and position of each
+    reports: list[CompileReport]
+
+    @property
+    def holds(self) -> bool:
+        return all(agreement.holds for agreement, _ in self.agreements.values())
+
+
+def generate_command(arguments: Namespace) -> int:
+    console = Console(stderr=arguments.json)
+    console.width = max(console.width, WIDTH)  # a narrow terminal wraps lines; a table cut short would hide figures
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        outcome = carry_out(arguments, progress)
+    if arguments.json:
+        print(json.dumps(values(outcome), indent=1))
+    else:
+        show_all(console, outcome)
+    return 0 if outcome.holds else 1
+
+
+def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
+    """Everything but the printing."""
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    source = arguments.checkpoint or f"preset {arguments.preset}"
+    model = build_model(arguments, seed=0).to(device).eval()
+    config = model.config
+    prompts = [encode(text) for text in arguments.prompt or packaged_prompts()]
+    compiled = torch.compile(model, backend="v41", options={"codegen": arguments.codegen})
+    settings: dict[str, Any] = {"tokens": arguments.tokens, "chunk": arguments.chunk, "device": device}
+    steps = steps_needed(prompts, arguments.tokens, arguments.chunk)
+
+    def advancing(what: str) -> Callable[..., None]:
+        task = progress.add_task(what, total=steps)
+        return lambda *_: progress.advance(task)
+
+    agreements = {}
+    with collect() as reports:
+        made = generate(compiled, config, prompts, **settings, progress=advancing("compile, read and write"))
+        for seed in range(arguments.seeds if arguments.compare_eager else 0):
+            if seed and not arguments.checkpoint:
+                model.load_state_dict(build_model(arguments, seed).state_dict())
+            tick = advancing(f"compare with eager, seed {seed}")
+            agreements[seed] = compare(model, compiled, prompts, seed, settings, tick)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Outcome(source, config, device, parameters, prompts, made, agreements, reports)
+
+
+def build_model(arguments: Namespace, seed: int) -> V41ForCausalLM:
+    """The plain model, its weights from the checkpoint, or random ones that only `seed` decides."""
+    if arguments.checkpoint:
+        return V41ForCausalLM.from_checkpoint(arguments.checkpoint)
+    torch.manual_seed(seed)
+    return V41ForCausalLM(V41Config.preset(arguments.preset))
+
+
+def compare(
+    model: V41ForCausalLM,
+    compiled: Forward,
+    prompts: list[list[int]],
+    seed: int,
+    settings: dict[str, Any],
+    tick: Callable[..., None],
+) -> tuple[Agreement, list[tuple[int, int]]]:
+    """Eager writes, with tokens drawn by `seed`; the compiled model and the exact run read the same."""
+    choose = partial(draw, generator=torch.Generator().manual_seed(seed))
+    eager = generate(model, model.config, prompts, **settings, choose=choose, progress=tick)
+    logits = replay(compiled, model.config, eager, settings["device"])
+    with Exact():
+        exact = replay(model, model.config, eager, settings["device"])
+    return agree(eager.logits, logits, exact), eager.places
+
+
+def draw(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A token for each row, with the probability the model gives it."""
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]

@@ -1,0 +1,120 @@
+"""show_all and values: what `v41 generate` found, as aligned tables for a person or as plain values for a program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from v41.tools.bytes import decode
+from v41.tools.compare import KL_LIMIT, Agreement, Row, join
+from v41.tools.report_view import add, as_json, show, table
+
+if TYPE_CHECKING:
+    from v41.tools.generate_command import Outcome
+
+WIDTH = 32  # characters of text shown of a prompt and of what follows
+
+
+def show_all(console: Console, outcome: Outcome) -> None:
+    heading(console, headline(outcome))
+    show_text(console, outcome)
+    if outcome.agreements:
+        heading(console, "agreement with eager, both fed eager's tokens; a row of logits per request and step")
+        show_agreement(console, outcome)
+    heading(console, "what the compiler did")
+    show(console, outcome.reports)
+
+
+def heading(console: Console, text: str) -> None:
+    console.print(Text(f"\n{text}", "bold cyan"), soft_wrap=True)
+
+
+def headline(outcome: Outcome) -> str:
+    config = outcome.config
+    size = f"{outcome.parameters / 1e6:.1f} M parameters in {config.num_hidden_layers} layers"
+    return f"DeepSeek-V4.1-Flash, {outcome.source}: {size}, on {outcome.device}, torch {torch.__version__}"
+
+
+def show_text(console: Console, outcome: Outcome) -> None:
+    made = table("prompt", "bytes", "ends with", "is continued with", left=4)
+    made.columns[1].justify = "right"
+    for number, (prompt, ids) in enumerate(zip(outcome.prompts, outcome.made.requests, strict=True)):
+        add(made, str(number), len(prompt), visible(prompt[-WIDTH:]), visible(ids[len(prompt) :]))
+    console.print(made)
+    if outcome.source.startswith("preset"):
+        console.print(Text("random weights: what follows is noise, but the same noise eager writes"), soft_wrap=True)
+    first, *later = outcome.made.steps
+    rows, seconds = sum(step.rows for step in later), sum(step.seconds for step in later)
+    console.print()
+    times = table("step", "steps", "rows", "s", "rows/s")
+    add(times, "first, with compilation", 1, first.rows, f"{first.seconds:.1f}", None)
+    add(times, "the others", len(later), rows, f"{seconds:.1f}", f"{rows / seconds:.0f}" if later else None)
+    console.print(times)
+
+
+def visible(ids: list[int]) -> str:
+    """Text on one line: what cannot be printed shows as a dot."""
+    return "".join(c if c.isprintable() and c != "\ufffd" else "·" for c in decode(ids))
+
+
+def show_agreement(console: Console, outcome: Outcome) -> None:
+    counts = ("rows", "bit-equal", "same argmax", "excused", "failed")
+    made = table("seed", *counts, "max KL", "max |eager - fp64|", "median top-2 gap")
+    for seed, (agreement, _) in outcome.agreements.items():
+        add(made, str(seed), *columns(agreement))
+    whole = join(agreement for agreement, _ in outcome.agreements.values())
+    add(made, "all", *columns(whole))
+    console.print(made)
+    console.print(Text(verdict(whole), "bold green" if whole.holds else "bold red"), soft_wrap=True)
+    for seed, row, request, position in failures(outcome)[:5]:
+        line = f"         seed {seed}, request {request}, position {position}: KL {row.kl:.3g}, gap {row.gap:.3g}, "
+        console.print(Text(f"{line}|eager - fp64| {row.deviation:.3g}"), soft_wrap=True)
+
+
+def columns(found: Agreement) -> tuple[int | float | None, ...]:
+    counts = (found.bit_equal, found.same_argmax, found.excused or None, found.failed or None)
+    return (len(found.rows), *counts, found.max_kl or None, found.max_deviation, found.median_gap)
+
+
+def verdict(found: Agreement) -> str:
+    rule = f"KL <= {KL_LIMIT} and eager's argmax, or one within twice eager's own deviation from fp64"
+    if found.holds:
+        return f"holds    {rule}: {len(found.rows)} rows, {found.excused} of them by that excuse"
+    return f"fails    {rule}: {found.failed} of {len(found.rows)} rows break it"
+
+
+def failures(outcome: Outcome) -> list[tuple[int, Row, int, int]]:
+    """Seed, row, request and position of each row that breaks the criterion."""
+    return [
+        (seed, row, *place)
+        for seed, (agreement, places) in outcome.agreements.items()
+        for row, place in zip(agreement.rows, places, strict=True)
+        if not row.holds
+    ]
+
+
+def values(outcome: Outcome) -> dict[str, Any]:
+    """The same facts for --json."""
+    return {
+        "model": outcome.source,
+        "layers": outcome.config.num_hidden_layers,
+        "parameters": outcome.parameters,
+        "device": outcome.device,
+        "torch": torch.__version__,
+        "requests": [
+            {"prompt": prompt, "continued_with": ids[len(prompt) :]}
+            for prompt, ids in zip(outcome.prompts, outcome.made.requests, strict=True)
+        ],
+        "steps": [{"rows": step.rows, "seconds": step.seconds} for step in outcome.made.steps],
+        "holds": outcome.holds,
+        "agreement": {seed: agreement_values(agreement) for seed, (agreement, _) in outcome.agreements.items()},
+        "graphs": as_json(outcome.reports),
+    }
+
+
+def agreement_values(found: Agreement) -> dict[str, Any]:
+    names = ("bit_equal", "same_argmax", "excused", "failed", "max_kl", "max_deviation", "median_gap", "holds")
+    return {"rows": len(found.rows), **{name: getattr(found, name) for name in names}}
