@@ -14,7 +14,10 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from v41._compat import observed
-from v41.passes.verify import Facts, facts, verify
+from v41.passes.canonicalize import canonicalize
+from v41.passes.fold_sinkhorn import fold_sinkhorn
+from v41.passes.reinplace_cache_writes import reinplace_cache_writes
+from v41.passes.verify import SHARED, WRITES, Facts, facts, verify
 from v41.report import Decision, PassRun
 
 PassFunction = Callable[..., list[Decision]]
@@ -35,7 +38,11 @@ class Pass:
         return self.run.__name__
 
 
-PIPELINE: tuple[Pass, ...] = ()
+PIPELINE: tuple[Pass, ...] = (
+    Pass(canonicalize),
+    Pass(fold_sinkhorn, needs=(canonicalize,), expects="unrolled Sinkhorn loop"),
+    Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
+)
 CUT_AT: tuple[str, ...] = ()  # region kinds that become pieces of their own
 
 

@@ -135,11 +135,13 @@ def outputs_rebuilt_from_inputs(count: int) -> frozenset[int]:
     """Which of `count` graph outputs AOTAutograd replaces by (a view of) an input: those are never handed out."""
     from torch._guards import TracingContext
 
-    context = TracingContext.try_get()
-    infos = getattr(getattr(context, "fw_metadata", None), "output_info", None) or ()
-    if len(infos) != count:
+    known = getattr(TracingContext.try_get(), "fw_metadata", None)
+    infos = getattr(known, "output_info", None) or ()
+    first = getattr(known, "num_mutated_inp_runtime_indices", 0)  # values of inputs that are copied back outside
+    if first + len(infos) > count:
         return frozenset()
-    return frozenset(i for i, info in enumerate(infos) if info.output_type.name in ("alias_of_input", "is_input"))
+    aliases = ("alias_of_input", "is_input")
+    return frozenset(first + i for i, info in enumerate(infos) if info.output_type.name in aliases)
 
 
 def fake_mode_of(values: Sequence[object]) -> Any:

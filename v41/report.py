@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from v41.plan import Plan
-from v41.regions import Region, region_of
+from v41.regions import Region, is_region, region_of
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def programs_wanted() -> bool:
 
 
 def applied(call: Node) -> Decision:
-    """The decision for a site that became the region `call`."""
-    return Decision(True, call.name, source_of(call), region=region_of(call))
+    """The decision for a site that became the region `call`, or whose last node `call` was."""
+    return Decision(True, call.name, source_of(call), region=region_of(call) if is_region(call) else None)
 
 
 def refused(node: Node, rule: str, culprit: Node) -> Decision:
