@@ -26,10 +26,10 @@ def parser() -> argparse.ArgumentParser:
 def add_generate(command: argparse.ArgumentParser) -> None:
     command.description = "Reads several prompts as one ragged batch and continues them with the compiled model."
     source = command.add_mutually_exclusive_group()
-    source.add_argument("--preset", default="tiny", metavar="NAME", help="a size, with random weights (tiny)")
+    source.add_argument("--preset", metavar="NAME", help="a size, with random weights (tiny)")
     source.add_argument("--checkpoint", metavar="DIR", help="a folder with config.json and its tensors")
     command.add_argument("--prompt", action="append", metavar="TEXT", help="read this instead; may be given again")
-    command.add_argument("--tokens", type=positive, default=16, metavar="N", help="tokens to write for each prompt (16)")
+    command.add_argument("--tokens", type=positive, default=16, metavar="N", help="tokens to write after each (16)")
     command.add_argument("--chunk", type=positive, default=64, metavar="N", help="rows of one prompt in a step (64)")
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
     command.add_argument("--device", default=None, help="cpu, cuda, ... (a GPU where there is one)")

@@ -66,7 +66,7 @@ def generate_command(arguments: Namespace) -> int:
 def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
     """Everything but the printing."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    source = arguments.checkpoint or f"preset {arguments.preset}"
+    source = arguments.checkpoint or f"preset {preset(arguments)}"
     model = build_model(arguments, seed=0).to(device).eval()
     config = model.config
     prompts = [encode(text) for text in arguments.prompt or packaged_prompts()]
@@ -95,7 +95,11 @@ def build_model(arguments: Namespace, seed: int) -> V41ForCausalLM:
     if arguments.checkpoint:
         return V41ForCausalLM.from_checkpoint(arguments.checkpoint)
     torch.manual_seed(seed)
-    return V41ForCausalLM(V41Config.preset(arguments.preset))
+    return V41ForCausalLM(V41Config.preset(preset(arguments)))
+
+
+def preset(arguments: Namespace) -> str:
+    return arguments.preset or "tiny"
 
 
 def compare(

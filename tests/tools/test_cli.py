@@ -1,0 +1,81 @@
+"""The command's exit code is its verdict, what it refuses it explains, and JSON says what the tables say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from v41.model_def.batch import Batch
+from v41.model_def.cache import Cache
+from v41.tools.cli import main
+
+SMALL = ["generate", "--tokens", "2", "--prompt", "Rain.", "--prompt", "Wind and rain."]
+COMPARE = [*SMALL, "--compare-eager", "--seeds", "2"]
+
+Forward = Callable[[Batch, Cache], Tensor]
+
+
+@pytest.fixture
+def compiled_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Forward], Forward]], None]:
+    """Lets a function of the model stand for the compiled one: the command itself is under test, not the compiler."""
+    return lambda wrap: monkeypatch.setattr(torch, "compile", lambda model, **_: wrap(model))
+
+
+def test_a_model_that_agrees_is_success(compiled_as, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled_as(lambda model: model)
+    assert main(COMPARE) == 0
+    out = capsys.readouterr().out
+    assert "holds    KL <= 0.02" in out and "Rain." in out
+    assert out.count("\n0 ") == 2 and "\nall " in out  # a prompt and a seed; both seeds together
+
+
+def test_a_damaged_model_is_a_failure_that_names_the_row(compiled_as, capsys: pytest.CaptureFixture[str]) -> None:
+    def damaged(model: Forward) -> Forward:
+        return lambda batch, cache: model(batch, cache).roll(1, 0)  # each request gets another one's logits
+
+    compiled_as(damaged)
+    assert main(COMPARE) == 1
+    out = capsys.readouterr().out
+    assert "fails    KL <= 0.02" in out and "seed 0, request 0, position 4: KL" in out
+
+
+def test_the_seeds_are_different_models(compiled_as, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled_as(lambda model: model)
+    main([*COMPARE, "--json"])
+    found = json.loads(capsys.readouterr().out)["agreement"]
+    assert found["0"]["max_deviation"] != found["1"]["max_deviation"]
+    assert found["0"]["rows"] == found["1"]["rows"] == found["0"]["bit_equal"] == 4
+
+
+def test_json_is_all_that_stdout_has(compiled_as, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled_as(lambda model: model)
+    assert main([*SMALL, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [len(request["continued_with"]) for request in facts["requests"]] == [2, 2]
+    assert (facts["holds"], facts["agreement"], facts["graphs"]) == (True, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [(["--preset", "huge"], "huge"), (["--checkpoint", "nowhere"], "nowhere"), (["--codegen", "none"], "codegen"),
+     (["--tokens", "0"], "--tokens"), (["--preset", "tiny", "--checkpoint", "x"], "not allowed")],
+)  # fmt: skip
+def test_what_is_refused_is_explained(arguments: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(["generate", *arguments])
+    except SystemExit as exit:  # argparse leaves by itself
+        code = exit.code
+    captured = capsys.readouterr()
+    assert code == 2 and found in captured.err and not captured.out
+    assert "Traceback" not in captured.err
+
+
+def test_help_comes_without_torch() -> None:
+    code = "import sys; from v41.tools.cli import parser; parser().format_help(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
