@@ -1,11 +1,13 @@
-"""compile_for: a Triton kernel compiled for a GPU that need not be there, with its registers, spills and shared memory.
+"""compile_for: a Triton kernel compiled for a GPU that need not be there, with its registers, spills and shared
+memory.
 
     (facts,) = compile_for([Request("kernels/add.py", "add", {"x": "*bf16", "n": "i32"}, {"BLOCK": 1024}, "sm_90")])
     facts.registers, facts.spill_bytes, facts.shared_bytes, facts.ptx
 
-Compilation runs in a process of its own, where TRITON_INTERPRET is not set: Triton reads that variable when a kernel is
-decorated, so a process that interprets kernels can never compile one. Kernels come from files, since Triton reads their source.
-Registers and spills come from the ptxas inside the Triton wheel. One call with many requests starts one process.
+Compilation runs in a process of its own, where TRITON_INTERPRET is not set: Triton reads that variable when a kernel
+is decorated, so a process that interprets kernels can never compile one. Kernels come from files, since Triton reads
+their source. Registers and spills come from the ptxas inside the Triton wheel. One call with many requests starts one
+process.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def compile_for(requests: Sequence[Request]) -> list[Facts]:
     """Compiles all `requests` in one fresh process, in order. KernelDoesNotCompile names the first that fails."""
     for request in requests:
         if request.arch not in CAPABILITY:
-            raise KernelDoesNotCompile(request.path, kernel=request.kernel, arch=request.arch, error="unknown architecture")
+            known = f"unknown; there are {', '.join(CAPABILITY)}"
+            raise KernelDoesNotCompile(request.path, kernel=request.kernel, arch=request.arch, error=known)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", __name__],
@@ -78,15 +81,14 @@ def load(path: str) -> Any:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(module.__name__, module)
     spec.loader.exec_module(module)
     return module
 
 
 def _compile(request: Request) -> Facts:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    import triton  # type: ignore[import-untyped]
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+    from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
     function = getattr(load(request.path), request.kernel)
     types = {name: request.signature.get(name, "constexpr") for name in function.arg_names}
@@ -106,13 +108,14 @@ def _compile(request: Request) -> Facts:
 
 def _ptxas(ptx: str, capability: int) -> tuple[int, int]:
     """Registers a thread and spilled bytes a thread, as the assembler of the Triton wheel reports them."""
-    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.backends.nvidia.compiler import get_ptxas  # type: ignore[import-untyped]
 
     (target,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.ptx")
         file.write_text(ptx)
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={target}", str(file), "-o", str(file.with_suffix(".cubin"))]
+        tool = get_ptxas(capability).path
+        command = [tool, "-v", f"--gpu-name={target}", str(file), "-o", str(file.with_suffix(".cubin"))]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     (registers,) = re.findall(r"Used (\d+) registers", said)
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))

@@ -1,11 +1,11 @@
 """compile_piece: one piece of the program through Inductor, with every rounding point of the model kept.
 
-Inductor keeps values in fp32 registers and drops `.to(bf16).float()` between fused nodes. That changes the model (leaving
-the attention probabilities unrounded costs 3 % a layer), so pieces bypass Inductor's joint-graph passes and pattern matcher
-and compile under settings that make it round where eager rounds. A piece is a functional ATen graph with fake-tensor meta;
-sizes may be symbolic or unbacked. A cache write (index_put and copy_ back, or index_put_) stays in place:
-`reorder_for_locality` would move a read behind the write and force a copy of the whole cache. Regions are inlined first,
-so that Inductor fuses across them.
+Inductor keeps values in fp32 registers and drops `.to(bf16).float()` between fused nodes. That changes the model
+(leaving the attention probabilities unrounded costs 3 % a layer), so pieces bypass Inductor's joint-graph passes and
+pattern matcher and compile under settings that make it round where eager rounds. A piece is a functional ATen graph
+with fake-tensor meta; sizes may be symbolic or unbacked. A cache write (index_put and copy_ back, or index_put_)
+stays in place: `reorder_for_locality` would move a read behind the write and force a copy of the whole cache. Regions
+are inlined first, so that Inductor fuses across them.
 """
 
 from __future__ import annotations
