@@ -1,4 +1,4 @@
-"""What every test gets: one thread, a compiler without memory of other files, golden data or a skip that says so."""
+"""What every test gets: one thread, and a compiler without memory of other files."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
-GOLDEN = Path(os.environ.get("V41_GOLDEN") or ROOT.parent / "shared" / "golden")
 
 PATIENT = settings(deadline=None, suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large))
 settings.register_profile("default", PATIENT, derandomize=True, max_examples=25)
 settings.register_profile("nightly", PATIENT, max_examples=400)
 settings.load_profile(os.environ.get("V41_HYPOTHESIS", "default"))
-
-
-@pytest.fixture(scope="session")
-def golden() -> Path:
-    """The folder of golden data (reference forwards). Where it is absent, tests that need it skip."""
-    if not GOLDEN.is_dir():
-        pytest.skip(f"no golden data at {GOLDEN}; V41_GOLDEN names another folder")
-    return GOLDEN
 
 
 @pytest.fixture(scope="module", autouse=True)
