@@ -7,7 +7,7 @@ says None where it cannot judge.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from v41.model_def.engram_constants import table_primes
@@ -34,13 +34,13 @@ def first(culprits: Iterable[str]) -> str | None:
 
 def has_another_type(c: V41Config) -> list[str]:
     """Every field of a type that the other rules cannot read."""
-    allowed: dict[type, tuple[type, ...]] = {float: (float, int), tuple: (tuple, list)}
+    also = {"float": {"float", "int"}, "int | None": {"int", "NoneType"}, "tuple[int, ...]": {"tuple"}}
     found = []
     for f in fields(c):
-        value, like = getattr(c, f.name), f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
-        ok = type(value) in allowed.get(type(like), (type(like),)) or (f.type == "int | None" and value is None)
-        if not ok or (isinstance(value, tuple) and any(type(item) is not int for item in value)):
-            found.append(f"{f.name} is {value!r}")
+        value = getattr(c, f.name)
+        mixed = isinstance(value, tuple) and any(type(item) is not int for item in value)
+        if mixed or type(value).__name__ not in also.get(str(f.type), {f.type}):
+            found.append(f"{f.name} is {value!r}, not {f.type}")
     return found
 
 
@@ -232,5 +232,5 @@ RULES: tuple[tuple[str, Callable[[V41Config], str | None]], ...] = (
 def broken_rules(c: V41Config) -> list[tuple[str, str]]:
     """Each broken rule with what breaks it, in the order of RULES; those of type alone where there is one."""
     if mistyped := has_another_type(c):
-        return [("a field has the type of its default", culprit) for culprit in mistyped]
+        return [("a field has its type", culprit) for culprit in mistyped]
     return [(rule, culprit) for rule, predicate in RULES if (culprit := predicate(c)) is not None]

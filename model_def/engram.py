@@ -70,10 +70,10 @@ class Engram(nn.Module):
 
     def set_token_map(self, token_map: Tensor, where: str = "Engram.set_token_map") -> None:
         """Takes the tokenizer's map; ids beyond its end, which no text has, count as padding."""
-        longest, highest = self.token_map.shape[0], self.compressed
-        if token_map.ndim != 1 or token_map.shape[0] > longest or not 0 <= int(token_map.max()) < highest:
-            raise TokenMapError(where, shape=tuple(token_map.shape), highest=int(token_map.max()), ids=longest,
-                                compressed=highest)
+        ids, lowest, highest = self.token_map.shape[0], int(token_map.min()), int(token_map.max())
+        if token_map.ndim != 1 or token_map.shape[0] > ids or lowest < 0 or highest >= self.compressed:
+            raise TokenMapError(where, shape=tuple(token_map.shape), lowest=lowest, highest=highest, ids=ids,
+                                compressed=self.compressed)
         self.token_map.fill_(token_map[self.pad_token])
         self.token_map[: token_map.shape[0]] = token_map
 

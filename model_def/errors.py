@@ -74,7 +74,7 @@ class CheckpointFileError(ModelError, FileNotFoundError):
 
 
 class TokenMapError(ModelError):
-    """facts: shape, highest, ids, compressed."""
+    """facts: shape, lowest, highest, ids, compressed."""
 
-    found = "a token map of shape {shape} with compressed ids up to {highest} is none for this model"
+    found = "a token map of shape {shape} with compressed ids {lowest} to {highest} is none for this model"
     fix = "give a compressed id below {compressed} for at most {ids} token ids, one dimension"

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from v41.model_def.config import V41Config
 
-FOLDER = Path(os.environ.get("V41_GOLDEN", Path(__file__).parents[2] / "shared" / "golden" / "small_a"))
+ROOT = Path(os.environ.get("V41_GOLDEN") or Path(__file__).resolve().parents[2] / "shared" / "golden")
+FOLDER = ROOT if (ROOT / "reference.safetensors").exists() else ROOT / "small_a"
 
 
 @dataclass(frozen=True)
@@ -43,5 +44,5 @@ def read(folder: Path) -> Golden:
 @pytest.fixture(scope="session")
 def golden() -> Golden:
     if not (FOLDER / "reference.safetensors").exists():
-        pytest.skip(f"no golden data: set V41_GOLDEN")
+        pytest.skip("no golden data in ../shared/golden; V41_GOLDEN names another folder")
     return read(FOLDER)

@@ -140,7 +140,8 @@ def test_records_round_trip(name: str, data: st.DataObject) -> None:
     format, rows = FORMATS[name], data.draw(st.integers(0, 3))
     width = format.record.group * data.draw(st.integers(1, 3)) * 2
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
-    x = (torch.randn(rows, width) * torch.exp2(torch.randint(-130, 120, (rows, width // 4)).repeat_interleave(4, 1))).bfloat16()
+    sizes = torch.randint(-130, 120, (rows, width // 4)).repeat_interleave(4, 1)
+    x = (torch.randn(rows, width) * torch.exp2(sizes)).bfloat16()
     record, fake = format.record.encode(x), format.fake_quant(x)
     assert record.dtype == torch.uint8 and record.shape == (rows, format.record.size(width))
     assert torch.equal(format.record.decode(record), fake)

@@ -1,0 +1,202 @@
+"""Released checkpoints load as stored, tensor by tensor, and what does not fit is listed together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.golden_data import Golden, golden  # noqa: F401 (a fixture)
+from tests.strategies.configs import configs
+from v41.model_def.checkpoint import INDEX, TOKEN_MAP, WEIGHTS, load_checkpoint, save_checkpoint, slots
+from v41.model_def.config import V41Config
+from v41.model_def.engram import Engram
+from v41.model_def.errors import CheckpointError, CheckpointFileError, TokenMapError
+from v41.model_def.linear import Fp8Linear
+from v41.model_def.model import V41ForCausalLM
+from v41.model_def.moe import MoE
+from v41.model_def.quantization import dequantize_fp8_weight, quantize_fp8_weight
+
+QUANTISED = V41Config.preset("tiny").replace(weight_dtype="fp8", expert_dtype="fp4")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    as_bytes = lambda t: t.detach().contiguous().view(torch.uint8)
+    return a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
+
+
+def same_model(a: V41ForCausalLM, b: V41ForCausalLM) -> bool:
+    ours, theirs = dict(a.named_parameters()), dict(b.named_parameters())
+    return ours.keys() == theirs.keys() and all(
+        p.dtype == theirs[name].dtype and same_bits(p, theirs[name]) for name, p in ours.items())
+
+
+@pytest.fixture
+def released(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A quantised model's folder, and its tensors to be changed and written again."""
+    torch.manual_seed(0)
+    save_checkpoint(V41ForCausalLM(QUANTISED), tmp_path)
+    return tmp_path, load_file(tmp_path / WEIGHTS)
+
+
+def test_golden_weights_load_as_stored(golden: Golden) -> None:  # noqa: F811
+    model = V41ForCausalLM(golden.config)
+    summary = load_checkpoint(model, golden.folder)
+    assert (summary.loaded, summary.not_used) == (len(golden.weights), ())
+    assert "modulo" in summary.token_map
+    targets = slots(model)
+    assert targets.keys() == golden.weights.keys()
+    for name, stored in golden.weights.items():
+        assert same_bits(targets[name].parameter, stored), name  # no type grew, no byte changed
+    assert model.head.weight.dtype == torch.float32
+    assert model.layers[3].attn.compressor.wkv.weight.dtype == torch.bfloat16
+
+
+def test_golden_weights_survive_writing_in_shards(golden: Golden, tmp_path: Path) -> None:  # noqa: F811
+    model, again = V41ForCausalLM(golden.config), V41ForCausalLM(golden.config)
+    load_checkpoint(model, golden.folder)
+    for engram in (layer.engram for layer in model.layers if layer.engram is not None):
+        engram.set_token_map(golden.reference["engram.token_map"])
+    save_checkpoint(model, tmp_path, shard_bytes=500_000)
+    assert len(list(tmp_path.glob("model-*"))) > 5 and not (tmp_path / WEIGHTS).exists()
+    assert V41Config.from_json(tmp_path) == golden.config
+    assert load_checkpoint(again, tmp_path).token_map == TOKEN_MAP
+    assert same_model(model, again)
+    assert torch.equal(again.layers[1].engram.token_map, golden.reference["engram.token_map"])
+    files = {f: load_file(tmp_path / f) for f in set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values())}
+    written = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    packed = {torch.int8: torch.uint8}
+    for name, stored in golden.weights.items():  # the released types, pairs as int8
+        assert packed.get(written[name].dtype, written[name].dtype) == stored.dtype, name
+
+
+@given(config=configs(max_layers=4))
+@settings(max_examples=8)
+def test_any_model_survives_its_file(tmp_path_factory: pytest.TempPathFactory, config: V41Config) -> None:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model, again = V41ForCausalLM(config), V41ForCausalLM(config)
+    save_checkpoint(model, folder)
+    load_checkpoint(again, folder)
+    assert same_model(model, again)
+
+
+def test_all_misfits_are_listed_together(released: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, tensors = released
+    del tensors["layers.0.attn.wq_a.scale"], tensors["layers.2.ffn.experts.3.w2.weight"]
+    tensors["layers.1.attn.wo_a.bias"] = torch.zeros(4)
+    tensors["layers.6.attn_norm.weight"] = torch.zeros(256, dtype=torch.bfloat16)
+    tensors["layers.1.ffn.experts.0.w1.weight"] = torch.zeros(128, 64, dtype=torch.int8)
+    tensors["norm.weight"] = torch.zeros(256)
+    tensors["embed.weight"] = torch.zeros(500, 256)
+    save_file(tensors, folder / WEIGHTS)
+    model = V41ForCausalLM(QUANTISED)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(model, folder)
+    facts = caught.value.facts
+    assert facts["missing"] == ("layers.0.attn.wq_a.scale", "layers.2.ffn.experts.3.w2.weight")
+    assert facts["unexpected"] == ("layers.1.attn.wo_a.bias", "layers.6.attn_norm.weight")
+    assert facts["shape"] == ("embed.weight is (500, 256), the model has (512, 256)",
+                              "layers.1.ffn.experts.0.w1.weight is (128, 64), the model has (128, 128)")
+    assert facts["dtype"] == ("embed.weight is torch.float32, the model takes torch.bfloat16",
+                              "norm.weight is torch.float32, the model takes torch.bfloat16")
+    assert facts["count"] == 8 and str(folder) in str(caught.value)
+    assert all(same_bits(before[name], p) for name, p in model.named_parameters())  # nothing half loaded
+
+
+def test_draft_and_vision_are_named_as_not_used(released: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, tensors = released
+    extra = ("mtp.0.main_norm.weight", "vision.blocks.0.attn.wq.weight", "layers.2.ffn.gate.bias_vl")
+    save_file(tensors | {name: torch.zeros(2) for name in extra}, folder / WEIGHTS)
+    assert load_checkpoint(V41ForCausalLM(QUANTISED), folder).not_used == tuple(sorted(extra))
+
+
+def test_wo_a_may_be_fp8_and_nothing_else(released: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, tensors = released
+    for name in ("layers.1.attn.wo_a.weight", "layers.1.attn.indexer.weights_proj.weight"):
+        tensors[name], scale = quantize_fp8_weight(tensors[name])
+        tensors[name.removesuffix("weight") + "scale"] = scale.view(torch.float8_e8m0fnu)
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(V41ForCausalLM(QUANTISED), folder)
+    assert [line.split()[0] for line in caught.value.facts["dtype"]] == ["layers.1.attn.indexer.weights_proj.weight"]
+    assert caught.value.facts["unexpected"] == ("layers.1.attn.indexer.weights_proj.scale",)
+    tensors["layers.1.attn.indexer.weights_proj.weight"] = torch.ones(4, 256, dtype=torch.bfloat16)
+    del tensors["layers.1.attn.indexer.weights_proj.scale"]
+    save_file(tensors, folder / WEIGHTS)
+    model = V41ForCausalLM(QUANTISED)
+    load_checkpoint(model, folder)
+    stored = tensors["layers.1.attn.wo_a.weight"], tensors["layers.1.attn.wo_a.scale"].view(torch.uint8)
+    assert same_bits(model.layers[1].attn.wo_a.weight, dequantize_fp8_weight(*stored))
+
+
+def drop_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def point_at_a_lost_shard(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"embed.weight": "model-00001-of-00002.safetensors"}}))
+
+
+@pytest.mark.parametrize(("damage", "named"), [(drop_weights, WEIGHTS), (point_at_a_lost_shard, "model-00001-of")])
+def test_a_folder_without_its_files_is_refused(
+    released: tuple[Path, dict[str, Tensor]], damage: Callable[[Path], None], named: str
+) -> None:
+    folder, _ = released
+    damage(folder)
+    with pytest.raises(CheckpointFileError, match=named):
+        load_checkpoint(V41ForCausalLM(QUANTISED), folder)
+
+
+def test_a_wrong_token_map_names_the_layer(released: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, _ = released
+    save_file({"token_map": torch.arange(300)}, folder / TOKEN_MAP)
+    with pytest.raises(TokenMapError, match=r"layers\.0\.engram"):
+        load_checkpoint(V41ForCausalLM(QUANTISED), folder)
+
+
+def test_the_token_map_comes_from_a_tokenizer(released: tuple[Path, dict[str, Tensor]]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    folder, _ = released
+    (folder / TOKEN_MAP).unlink()
+    vocabulary = {"[PAD]": 0, "Hello": 1, "hello": 2, "HÉLLO": 3, "world": 4}
+    words = tokenizers.models.WordLevel(vocabulary, unk_token="[PAD]")
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+    model = V41ForCausalLM(QUANTISED)
+    assert load_checkpoint(model, folder).token_map == "tokenizer.json"
+    assert model.layers[1].engram.token_map[:6].tolist() == [0, 1, 1, 1, 2, 1]  # beyond the end: as padding, id 2
+
+
+def test_quantised_weights_stay_small(released: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, tensors = released
+    model = V41ForCausalLM(QUANTISED)
+    load_checkpoint(model, folder)
+    held, stored = (sum(t.nbytes for t in ts) for ts in (model.parameters(), tensors.values()))
+    assert held == stored
+    assert all(m.weight.dtype == torch.float8_e4m3fn for m in model.modules() if isinstance(m, Fp8Linear))
+
+
+class Part(nn.Module):
+    """A layer without its attention."""
+
+    def __init__(self, config: V41Config) -> None:
+        super().__init__()
+        self.config, self.engram, self.ffn = config, Engram(config, 1), MoE(config)
+
+
+@pytest.mark.parametrize("config", [QUANTISED, V41Config.preset("tiny")], ids=["quantised", "bf16"])
+def test_a_meta_model_is_made_as_it_loads(config: V41Config, tmp_path: Path) -> None:
+    whole = Part(config)
+    save_checkpoint(whole, tmp_path)
+    with torch.device("meta"):
+        made = Part(config)
+    load_checkpoint(made, tmp_path)
+    for (name, a), (_, b) in zip(whole.named_parameters(), made.named_parameters(), strict=True):
+        assert same_bits(a, b) and a.requires_grad == b.requires_grad, name
+    assert all(torch.equal(a, b) for a, b in zip(made.buffers(), whole.buffers(), strict=True))
