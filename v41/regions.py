@@ -113,8 +113,9 @@ def inline(gm: GraphModule, call: Node) -> None:
                 continue
             copy = gm.graph.node_copy(node, env.__getitem__)
             if node.op == "get_attr":
-                copy.target = _free_name(gm, str(node.target))
-                gm.add_submodule(copy.target, body.get_submodule(str(node.target)))
+                copy.target = _adopt(gm, str(node.target), body.get_submodule(str(node.target)))
+            elif node.target is invoke_subgraph:  # its second argument names the subgraph, and names differ in `gm`
+                copy.update_arg(1, str(copy.args[0].target))  # type: ignore[union-attr]
             env[node] = copy
     (results,) = body.graph.output_node().args
     for user in list(call.users):
@@ -191,6 +192,16 @@ def _body(gm: GraphModule, members: list[Node], outputs: list[Node]) -> tuple[Gr
             submodules[str(node.target)] = gm.get_submodule(str(node.target))
     graph.output(tuple(env[node] for node in outputs))
     return GraphModule(submodules, graph), operands
+
+
+def _adopt(gm: GraphModule, name: str, module: torch.nn.Module) -> str:
+    """The name of `module` in `gm`: the one it has, or a new one."""
+    for known, child in gm.named_children():
+        if child is module:
+            return known
+    name = _free_name(gm, name)
+    gm.add_submodule(name, module)
+    return name
 
 
 def _free_name(gm: GraphModule, stem: str) -> str:

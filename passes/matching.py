@@ -1,0 +1,124 @@
+"""matching: questions that several passes ask of a canonical ATen graph. Nothing here judges or edits.
+
+A value is *the same up to views and widening casts* when only its shape, strides or a wider dtype stand between: those
+are free to move into the region that reads it. A narrowing cast is a rounding point: it belongs to what it rounds.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import SymInt, Tensor, ops
+from torch.fx import GraphModule, Node
+
+from v41._compat import known_equal
+from v41.regions import META
+
+aten, prims = ops.aten, ops.prims
+
+# Results that are their first argument's memory, looked at in another way. Not here: `as_strided` (it may overlap),
+# `view.dtype` (it reads bits, not values), and what copies at will (`reshape`, `contiguous`).
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
+# Views that neither drop nor repeat an element.
+RESHAPES = VIEWS - {aten.expand.default, aten.slice.Tensor, aten.select.int}
+
+
+def programs(gm: GraphModule) -> list[GraphModule]:
+    """`gm` and, once each, the subgraphs the model itself asked for, innermost first. Bodies of regions are closed."""
+    found: dict[GraphModule, None] = {}
+
+    def visit(program: GraphModule) -> None:
+        for node in program.graph.nodes:
+            if node.op == "get_attr":
+                body = getattr(program, str(node.target), None)
+                if isinstance(body, GraphModule) and body not in found and META not in body.meta:
+                    visit(body)
+        found[program] = None
+
+    visit(gm)
+    return list(found)
+
+
+def fake(node: object) -> Tensor | None:
+    """The fake tensor `node` stands for; None for a number, a size or a tuple."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def shape(node: Node) -> tuple[int | SymInt, ...]:
+    """The shape of the tensor `node` stands for, () for what is no tensor."""
+    value = fake(node)
+    return () if value is None else tuple(value.shape)
+
+
+def same_sizes(a: tuple[int | SymInt, ...], b: tuple[int | SymInt, ...]) -> bool:
+    """Whether two shapes are known to be equal."""
+    return len(a) == len(b) and all(known_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def is_widening(node: Node) -> bool:
+    """Whether `node` is a cast that keeps every value of its input, e.g. bf16 to fp32."""
+    if node.target is not prims.convert_element_type.default:
+        return False
+    source, target = fake(node.args[0]), node.args[1]
+    if source is None or not isinstance(target, torch.dtype):
+        return False
+    return torch.promote_types(source.dtype, target) is target
+
+
+def is_narrowing(node: Node) -> bool:
+    """Whether `node` is a cast that may round."""
+    return node.target is prims.convert_element_type.default and not is_widening(node)
+
+
+def source_of_view(node: Node) -> Node | None:
+    """What a reshaping view or a widening cast reads; None for any other node."""
+    if node.target in RESHAPES or is_widening(node):
+        source = node.args[0]
+        return source if isinstance(source, Node) else None
+    return None
+
+
+def unviewed(node: Node) -> Iterator[Node]:
+    """`node`, then what it is up to views and widening casts, step by step."""
+    current: Node | None = node
+    while current is not None:
+        yield current
+        current = source_of_view(current)
+
+
+def same_view(a: object, b: object) -> bool:
+    """Whether two nodes are one, or look at one in the same way: the same views in the same order."""
+    while isinstance(a, Node) and isinstance(b, Node) and a is not b:
+        if a.target not in VIEWS or a.target is not b.target or a.args[1:] != b.args[1:]:
+            return False
+        a, b = a.args[0], b.args[0]
+    return a is b
+
+
+def getitems(node: Node) -> dict[int, Node]:
+    """Position -> the node that takes it from `node`'s tuple (the first, if several do)."""
+    taken: dict[int, Node] = {}
+    for user in node.users:
+        if user.target is operator.getitem:
+            taken.setdefault(int(user.args[1]), user)  # type: ignore[arg-type]
+    return taken
