@@ -39,6 +39,8 @@ def add(into: Table, *cells: Cell) -> None:
 
 def show(console: Console, reports: Sequence[CompileReport]) -> None:
     """Prints every report, in order of compilation."""
+    if not reports:
+        console.print("nothing was compiled")
     for number, report in enumerate(reports, 1):
         if number > 1:
             console.print()

@@ -71,6 +71,10 @@ def test_several_graphs_are_numbered_and_a_clean_one_is_quiet() -> None:
     assert not [line for line in lines if line.startswith(("refused", "warning", "failed", "fallback ", "break "))]
 
 
+def test_no_report_is_no_silence() -> None:
+    assert shown() == ["nothing was compiled"]
+
+
 def test_json_has_every_field() -> None:
     (made,) = json.loads(json.dumps(as_json([report()])))
     assert set(made) == shown_fields(CompileReport)
