@@ -3,7 +3,7 @@
     o_t = sum_k p_k k / (sum_k p_k + exp(sink - max))        p_k = exp(q_t . k / sqrt(D) - max)
     k over [W window keys, K picked entries], one latent that is key and value of all heads, stored quantised
 
-One softmax over both branches; the sink takes weight and adds no value. P is rounded to bf16 before it meets the values.
+One softmax over both branches; the sink takes weight and adds no value. P is rounded to bf16 before it meets values.
 T rows, H heads, D channels, G groups of heads in the output projection.
 """
 
@@ -25,18 +25,19 @@ from v41.model_def.step import Step
 class Attention(nn.Module):
     def __init__(self, config: V41Config, role: LayerRole) -> None:
         super().__init__()
-        self.role, self.heads, self.width, self.groups = role, config.num_attention_heads, config.head_dim, config.o_groups
+        self.role, self.heads, self.width = role, config.num_attention_heads, config.head_dim
+        self.groups = config.o_groups
         hidden, rank, eps = config.hidden_size, config.q_lora_rank, config.rms_norm_eps
         self.wq_a, self.q_norm = linear(config, hidden, rank), RMSNorm(rank, eps)
         self.wq_b = linear(config, rank, self.heads * self.width)
         self.wkv, self.kv_norm = linear(config, hidden, self.width), RMSNorm(self.width, eps)
         self.wo_a = Linear(self.heads * self.width // self.groups, self.groups * config.o_lora_rank)
         self.wo_b = linear(config, self.groups * config.o_lora_rank, hidden)
-        self.attn_sink = nn.Parameter(torch.zeros(self.heads), requires_grad=False)
+        self.attn_sink = nn.Parameter(torch.zeros(self.heads))
         self.compressor = Compressor(config, role.layer) if role.owns_compressor else None
         self.indexer = Indexer(config, role) if role.owns_indexer else None
         first_truncated = config.last_kv_source + (config.swa_bounded_replay != "from_source")
-        self.late = role.layer >= first_truncated
+        self.late = role.layer >= first_truncated  # SWA bounded replay truncates this layer's window
 
     def forward(self, x: Tensor, step: Step, selection: Selection | None) -> tuple[Tensor, Selection | None]:
         """x [T, hidden] -> y [T, hidden], and the selection for the layers after."""
@@ -45,50 +46,60 @@ class Attention(nn.Module):
         q = rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), by)  # [T, H, D]
         keys, visible = self.window(rotate(self.kv_norm(self.wkv(x)), by), step)  # [T, W, D], [T, W]
         if self.role.ratio:
-            if self.compressor is not None:
-                self.store(self.compressor(x, step), step)
-            if self.indexer is not None:
-                stored = step.cache.index_keys[self.role.kv_source]
-                selection = self.indexer(x, q_latent, stored, step, selection)
-            picked = self.picked(selection.picks, step)
-            keys = torch.cat((keys, picked), 1)  # [T, W + K, D]
+            selection = self.select(x, q_latent, step, selection)
+            keys = torch.cat((keys, self.picked(selection.picks, step)), 1)  # [T, W + K, D]
             visible = torch.cat((visible, selection.picks >= 0), 1)
         o = rotate(attend(q, keys, visible, self.attn_sink), by, inverse=True)
         return self.project(o), selection
 
     def window(self, kv: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """The window keys of each row, this step's among them, and which it sees. Leaves the last W in the ring."""
+        """The window keys of each row, its own among them, and which it sees. The last W rows go into the ring."""
         batch, window, ring = step.batch, step.window, step.cache.rings[self.role.layer]
         records = FP8_RECORD.encode(kv)  # [T, 528]
-        behind = ring[batch.slots.unsqueeze(-1), window.places]  # [T, W, 528] as the steps before left it
+        behind = ring[batch.slots.unsqueeze(-1), window.places]  # [T, W, 528]
         keys = FP8_RECORD.decode(torch.where(window.in_step.unsqueeze(-1), records[window.rows], behind))
         last = batch.positions >= batch.stops - ring.shape[1]
         ring[torch.where(last, batch.slots, step.cache.pad_slot), batch.positions % ring.shape[1]] = records
         return keys, window.late_visible if self.late else window.visible
 
+    def select(self, x: Tensor, q_latent: Tensor, step: Step, selection: Selection | None) -> Selection:
+        """The entries to attend to: an index source picks, others reuse. A KV source stores its entries first."""
+        if self.compressor is not None:
+            self.store(self.compressor(x, step), step)
+        if self.indexer is not None:
+            stored = step.cache.index_keys[self.kv_source]
+            selection = self.indexer(x, q_latent, stored, step, selection)
+        assert selection is not None  # the rules of a config put an index source in front
+        return selection
+
     def store(self, latent: Tensor, step: Step) -> None:
-        """Writes the entries and index keys of the groups that this step completes."""
-        ratio, slots = self.role.ratio, step.batch.slots
-        entries, index_keys = step.cache.entries[self.role.layer], step.cache.index_keys[self.role.layer]
-        at = completed_entry(step, ratio, none=entries.shape[1] - 1)
-        index_keys[slots, at] = self.indexer.keys(latent, step)
-        entries[slots, at] = FP4_RECORD.encode(rotate(latent, step.entries[ratio]))
+        """Writes entries and index keys of the groups that this step completes."""
+        assert self.indexer is not None  # a KV source is an index source
+        slots, entries, index_keys = step.batch.slots, step.cache.entries, step.cache.index_keys
+        at = completed_entry(step, self.role.ratio, none=entries[self.kv_source].shape[1] - 1)
+        index_keys[self.kv_source][slots, at] = self.indexer.keys(latent, step)
+        entries[self.kv_source][slots, at] = FP4_RECORD.encode(rotate(latent, step.entries[self.role.ratio]))
 
     def picked(self, picks: Tensor, step: Step) -> Tensor:
-        """The picked entries of each row [T, K, D]; any entry where there is no pick."""
-        entries = step.cache.entries[self.role.kv_source]
+        """The picked entries [T, K, D]; any entry where there is no pick."""
+        entries = step.cache.entries[self.kv_source]
         return FP4_RECORD.decode(entries[step.batch.slots.unsqueeze(-1), picks.clamp(min=0)])
 
     def project(self, o: Tensor) -> Tensor:
         """o [T, H, D] -> [T, hidden]: each group of heads through its own A, then all through B."""
         o = o.flatten(1).unflatten(-1, (self.groups, -1))  # [T, G, H D / G]
-        wo_a = self.wo_a.weight.unflatten(0, (self.groups, -1))  # [G, R, H D / G]
+        wo_a = self.wo_a.weight.unflatten(0, (self.groups, -1))  # [G, rank, H D / G]
         return self.wo_b(torch.einsum("tgd,grd->tgr", o, wo_a).flatten(1))
+
+    @property
+    def kv_source(self) -> int:
+        assert self.role.kv_source is not None
+        return self.role.kv_source
 
 
 def attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
     """q [T, H, D], keys [T, K, D] (values too), visible [T, K], sink [H] -> [T, H, D]. No visible key: 0."""
-    keys = keys.masked_fill(~visible.unsqueeze(-1), 0).float()  # what a row does not see may be anything
+    keys = keys.masked_fill(~visible.unsqueeze(-1), 0).float()  # what a row does not see may hold anything
     scores = torch.einsum("thd,tkd->thk", q.float(), keys) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
     top = scores.amax(-1, keepdim=True).clamp(min=-1e30)

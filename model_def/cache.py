@@ -2,11 +2,12 @@
 
     rings       every layer        [slots + 1, W, 528]            fp8 window records, position p at p mod W
     entries     every KV source    [slots + 1, entries + 1, 288]  fp4 records of the compressed latents
-    index_keys  every KV source    [slots + 1, entries + 1, 68]   mxfp4 records the indexer scores
+    index_keys  every KV source    [slots + 1, entries + 1, 68]   mxfp4 records that the indexers score
     tails       ratio-2 sources    [slots + 1, 2, 512]            fp32 value and gate of a group's first token
 
-The last slot and, in each slot, the last entry are nobody's: they absorb what has no other place to go (pad rows, rows that
-complete no group), so that every write has one shape. Sizes in bytes are the released ones. Nothing reads a whole tensor.
+The last slot and, in each slot, the last entry are nobody's: they absorb what has no other place to go (pad rows, rows
+that complete no group), so every write has one shape. Bytes are the released sizes. No step reads or copies a whole
+tensor.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class Cache:
 
     @classmethod
     def zeros(cls, config: V41Config, slots: int, capacity: int, device: torch.device | str = "cpu") -> Cache:
-        """An empty cache. Two caches of one config differ in sizes only, and the sizes cost memory only."""
-        width, key_width = config.head_dim, config.index_head_dim
-        sources = {source: config.compress_ratios[source] for source in config.kv_source_layer_ids}
+        """An empty cache; `capacity` is rounded up to whole groups."""
+        width, key_width, window = config.head_dim, config.index_head_dim, config.sliding_window
+        ratios = {source: config.compress_ratios[source] for source in config.kv_source_layer_ids}
+        capacity += -capacity % max([1, *ratios.values()])
 
         def records(rows: int, size: int) -> Tensor:
             return torch.zeros(slots + 1, rows, size, dtype=torch.uint8, device=device)
@@ -44,15 +46,19 @@ class Cache:
         return cls(
             slots,
             capacity,
-            tuple(records(config.sliding_window, FP8_RECORD.size(width)) for _ in range(config.num_hidden_layers)),
-            {source: records(capacity // m + 1, FP4_RECORD.size(width)) for source, m in sources.items()},
-            {source: records(capacity // m + 1, MXFP4_RECORD.size(key_width)) for source, m in sources.items()},
-            {source: torch.zeros(slots + 1, 2, width, device=device) for source, m in sources.items() if m > 1},
+            tuple(records(window, FP8_RECORD.size(width)) for _ in range(config.num_hidden_layers)),
+            {source: records(capacity // m + 1, FP4_RECORD.size(width)) for source, m in ratios.items()},
+            {source: records(capacity // m + 1, MXFP4_RECORD.size(key_width)) for source, m in ratios.items()},
+            {source: torch.zeros(slots + 1, 2, width, device=device) for source, m in ratios.items() if m > 1},
         )
 
     @property
     def pad_slot(self) -> int:
         return self.slots
+
+    @property
+    def device(self) -> torch.device:
+        return self.rings[0].device
 
     def bytes_per_token(self) -> float:
         """What one more token of context costs; rings and tails do not grow."""

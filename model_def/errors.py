@@ -78,3 +78,52 @@ class TokenMapError(ModelError):
 
     found = "a token map of shape {shape} with compressed ids {lowest} to {highest} is none for this model"
     fix = "give a compressed id below {compressed} for at most {ids} token ids, one dimension"
+
+
+class ChunkOutOfTokens(ModelError, ValueError):
+    """facts: chunk, start, stop, known."""
+
+    found = "chunk {chunk} covers positions {start} to {stop}, of {known} known tokens"
+    fix = "pass the request's tokens from its first one on, at least to the end of the chunk, and start <= stop"
+
+
+class NoSuchSlot(ModelError, ValueError):
+    """facts: chunk, slot, last."""
+
+    found = "chunk {chunk} uses cache slot {slot}, and the cache has slots 0 to {last}"
+    fix = "use a slot the cache has, or build the cache with more"
+
+
+class SlotUsedTwice(ModelError, ValueError):
+    """facts: slot, first, second (numbers of the chunks)."""
+
+    found = "chunks {first} and {second} both use cache slot {slot}"
+    fix = "give every request of a step a slot of its own; rows of one request are one chunk"
+
+
+class ChunkLongerThanSlot(ModelError, ValueError):
+    """facts: chunk, stop, capacity."""
+
+    found = "chunk {chunk} runs to position {stop}, and a cache slot holds {capacity} tokens"
+    fix = "build the cache with a larger capacity, or end the request earlier"
+
+
+class HitNotReplayable(ModelError, ValueError):
+    """facts: chunk, start, hit, ratio, floor."""
+
+    found = "chunk {chunk} starts at position {start} with a prefix hit of {hit} tokens"
+    fix = "let a hit end between groups (a multiple of {ratio}) and start at {floor} or later: that window runs again"
+
+
+class TokenOutOfVocabulary(ModelError, ValueError):
+    """facts: chunk, token, position, vocabulary."""
+
+    found = "chunk {chunk} holds token {token} at position {position}, and the vocabulary has {vocabulary} tokens"
+    fix = "tokenize with the model's own tokenizer"
+
+
+class BucketTooSmall(ModelError, ValueError):
+    """facts: rows, bucket."""
+
+    found = "the chunks have {rows} rows, the bucket {bucket}"
+    fix = "choose a bucket that holds the rows; pad rows need at least one chunk beside them"

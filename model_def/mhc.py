@@ -18,13 +18,13 @@ from v41.model_def.norm import RMSNorm, inverse_rms
 
 @dataclass(frozen=True)
 class Mix:
-    """What one sublayer learns about its seam: the projection of the coefficients and the norm in front of it."""
+    """What a model learns about the seam in front of a sublayer: how to predict the coefficients, and the norm."""
 
     fn: Tensor  # [S + S + S * S, S * D], rows in the order A, C, B
     base: Tensor  # [S + S + S * S]
     scale: Tensor  # [3]
     norm: RMSNorm  # of what the streams collapse to
-    iters: int  # Sinkhorn iterations
+    iters: int  # of Sinkhorn
     eps: float  # of Sinkhorn and of A
     norm_eps: float  # of the one RMS over all streams
 
@@ -32,10 +32,10 @@ class Mix:
 def boundary(
     X: Tensor, y: Tensor | None, C: Tensor | None, B: Tensor | None, A: Tensor, mix: Mix
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The seam between two sublayers: X, x, A, C, B from the streams X [T, S, D] and the output y [T, D] of the one before.
+    """The seam between two sublayers: streams X [T, S, D], output y [T, D] of the one before -> X, x, A, C, B.
 
-    y None: nothing is pending, at entry and after an Engram. A is the mix carried from the boundary before; the A returned
-    is for the one after. x [T, D] is what the next sublayer reads.
+    x [T, D] is what the next sublayer reads: the new X collapsed with the A carried here. The A returned is for the
+    boundary after. y None: nothing is pending, at entry and after an Engram.
     """
     X = post(X, y, C, B)
     return X, mix.norm(collapse(X, A)), *coefficients(X, mix)
@@ -44,7 +44,7 @@ def boundary(
 def coefficients(X: Tensor, mix: Mix) -> tuple[Tensor, Tensor, Tensor]:
     """A, C, B from X [T, S, D]."""
     S, x = X.shape[1], X.flatten(1).float()  # x [T, S * D], stream by stream
-    z = (x @ mix.fn.T) * inverse_rms(x, mix.norm_eps)  # eq. 14-16: project, divide by RMS
+    z = (x @ mix.fn.T) * inverse_rms(x, mix.norm_eps)  # eq. 14-16: project, divide by the RMS
     groups = zip(mix.scale, z.split((S, S, S * S), -1), mix.base.split((S, S, S * S)), strict=True)
     a, c, b = (scale * group + base for scale, group, base in groups)
     return a.sigmoid() + mix.eps, 2 * c.sigmoid(), sinkhorn(b.unflatten(-1, (S, S)), mix.iters, mix.eps)  # eq. 17-19
@@ -61,7 +61,7 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 
 
 def collapse(X: Tensor, A: Tensor) -> Tensor:
-    """sum_j A_j X_j [T, D]: what the norm in front of a sublayer reads."""
+    """sum_j A_j X_j [T, D]."""
     return (A.unsqueeze(-1) * X.float()).sum(1).to(X.dtype)
 
 
@@ -71,14 +71,12 @@ def post(X: Tensor, y: Tensor | None, C: Tensor | None, B: Tensor | None) -> Ten
 
 
 def expand(X: Tensor, y: Tensor, C: Tensor, B: Tensor) -> Tensor:
-    """C_k y + sum_j B_jk X_j [T, S, D], the sum first. j goes in, k comes out."""
+    """C_k y + sum_j B_jk X_j [T, S, D], the sum first. Stream j goes in, k comes out."""
     mixed = (B.unsqueeze(-1) * X.float().unsqueeze(2)).sum(1)  # [T, j, k, D] -> [T, k, D]
     return (C.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(X.dtype)
 
 
 def entry_streams(embedded: Tensor, streams: int) -> tuple[Tensor, Tensor]:
-    """X, every stream a copy of the embeddings [T, D], and the A that reads stream 0 alone."""
-    A = torch.zeros(streams, device=embedded.device)
-    A[0] = 1
-    X = embedded.unsqueeze(1).expand(-1, streams, -1).contiguous()  # [T, S, D]
-    return X, A.expand(embedded.shape[0], streams)
+    """X [T, S, D], every stream a copy of the embeddings [T, D], and the A [T, S] that reads stream 0 alone."""
+    A = (torch.arange(streams, device=embedded.device) == 0).float()
+    return embedded.unsqueeze(1).repeat(1, streams, 1), A.expand(embedded.shape[0], streams)

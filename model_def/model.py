@@ -4,11 +4,15 @@
     for each sublayer F (attention, experts):   X, x, A', B, C = boundary(X, y of the sublayer before);   y = F(x)
     logits = head(norm(collapse(X)))
 
-T rows of a ragged batch, no batch dimension. S residual streams of D channels. Layers differ in role (config.roles): Engram
-before two of them; window only, or window and compressed entries; a source computes entries or picks, the others reuse them.
+T rows of a ragged batch, no batch dimension. S residual streams of D channels. Layers differ in role (config.roles): an
+Engram before some; window only, or window and compressed entries; a source computes entries or picks, others reuse.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,27 +21,45 @@ from torch.nn.functional import embedding
 from v41.model_def.attention import Attention
 from v41.model_def.batch import Batch
 from v41.model_def.cache import Cache
+from v41.model_def.checkpoint import load_checkpoint
 from v41.model_def.config import LayerRole, V41Config
 from v41.model_def.engram import Engram
 from v41.model_def.linear import Fp32Linear
 from v41.model_def.mhc import Mix, boundary, collapse, entry_streams, post
 from v41.model_def.moe import MoE
 from v41.model_def.norm import RMSNorm
-from v41.model_def.rope import both_tables
+from v41.model_def.rope import both_frequencies
 from v41.model_def.step import plan_step
 
 
 class V41ForCausalLM(nn.Module):
+    window_freqs: Tensor  # of RoPE, in layers that see the window only
+    compressed_freqs: Tensor  # and in the others
+
     def __init__(self, config: V41Config) -> None:
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, role) for role in config.roles)
+        self.layers = cast("Iterable[Layer]", nn.ModuleList(Layer(config, role) for role in config.roles))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = Fp32Linear(config.hidden_size, config.vocab_size)
-        window_freqs, compressed_freqs = both_tables(config)
-        self.register_buffer("window_freqs", window_freqs, persistent=False)
-        self.register_buffer("compressed_freqs", compressed_freqs, persistent=False)
+        for name, freqs in zip(("window_freqs", "compressed_freqs"), both_frequencies(config), strict=True):
+            self.register_buffer(name, freqs, persistent=False)
+
+    @classmethod
+    def from_checkpoint(cls, folder: str | Path, device: torch.device | str = "cpu") -> V41ForCausalLM:
+        """The model a released folder holds: config.json and safetensors."""
+        with torch.device("meta"):
+            model = cls(V41Config.from_json(folder))
+        load_checkpoint(model, folder, device)
+        return model
+
+    @classmethod
+    def random(cls, config: V41Config, seed: int = 0, device: torch.device | str = "cpu") -> V41ForCausalLM:
+        """Random weights that keep activations in range; the same for the same seed and device."""
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(seed)
+            return cls(config).to(device)
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         """Logits [L, vocabulary] fp32 of the rows the batch asks for. Writes what later steps need into `cache`."""
@@ -64,9 +86,8 @@ class Layer(nn.Module):
         self.engram = Engram(config, role.layer) if role.engram else None
         self.attn_norm, self.ffn_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
         self.attn, self.ffn = Attention(config, role), MoE(config)
-        for site in ("attn", "ffn"):
-            for name, value in initial_mix(config).items():
-                self.register_parameter(f"hc_{site}_{name}", nn.Parameter(value))
+        self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale = initial_mix(config)
+        self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale = initial_mix(config)
 
     @property
     def attn_mix(self) -> Mix:
@@ -92,11 +113,9 @@ class Embedding(nn.Module):
         return embedding(ids, self.weight)
 
 
-def initial_mix(config: V41Config) -> dict[str, Tensor]:
-    """Random coefficients that keep streams apart: comb near the identity, projections that move it visibly."""
+def initial_mix(config: V41Config) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+    """fn, base, scale that keep the streams apart: comb leans to the identity, and X moves all coefficients visibly."""
     S, width = config.hc_mult, config.hc_mult * config.hidden_size
-    return {
-        "fn": torch.randn(config.n_coefficients, width) * width**-0.5,
-        "base": torch.cat((torch.zeros(2 * S), 2 * torch.eye(S).flatten())),
-        "scale": torch.ones(3),
-    }
+    fn = torch.randn(config.n_coefficients, width) * width**-0.5
+    base = torch.cat((torch.zeros(2 * S), 2 * torch.eye(S).flatten()))
+    return nn.Parameter(fn), nn.Parameter(base), nn.Parameter(torch.ones(3))
