@@ -25,11 +25,22 @@ from v41._compat import (
     inductor_settings,
     keep_output_strides,
     keep_rounding_of,
+    run_as_eager,
 )
 from v41.lowering.piece_inputs import checker
 from v41.regions import inline, invoke_subgraph
 
 ROUNDED = (torch.bfloat16, torch.float16)
+
+# Inductor's C++ has other vector routines than eager's, and sums in another order: last bits differ, and single FP8,
+# FP4 and top-k picks flip. On a CPU, where bits count and speed does not, these run eager's kernel. Everything else a
+# piece of the model holds (+ - * /, rsqrt, sigmoid, casts, amax, products) is equal bit for bit, as a test shows.
+aten = torch.ops.aten
+EAGER_ON_CPU = frozenset({
+    aten.exp.default, aten.exp2.default, aten.expm1.default, aten.log.default, aten.log2.default, aten.log1p.default,
+    aten.sqrt.default, aten.sin.default, aten.cos.default, aten.tanh.default, aten.erf.default,
+    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default,
+})  # fmt: skip
 
 
 def compile_piece(gm: GraphModule, name: str = "piece") -> Callable[..., tuple[Any, ...]]:
@@ -40,11 +51,10 @@ def compile_piece(gm: GraphModule, name: str = "piece") -> Callable[..., tuple[A
     piece = flatten(gm)
     placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
     metas = [node.meta["val"] for node in placeholders]
-    mark_rounding(piece.graph)
     keep_output_strides(piece.graph)
     device = next((meta.device for meta in metas if isinstance(meta, Tensor) and meta.is_cuda), torch.device("cpu"))
     check = checker(name, [node.name for node in placeholders], metas)
-    run = inductor_compile(piece, metas, inductor_settings(settings_for(device)))
+    run = inductor_compile(piece, metas, inductor_settings(settings_for(device)), mark)
 
     def compiled(*args: Any) -> tuple[Any, ...]:
         check(args)
@@ -80,8 +90,11 @@ def flatten(gm: GraphModule) -> GraphModule:
     return copy
 
 
-def mark_rounding(graph: Graph) -> None:
-    """Marks every node that reads or returns a 16-bit float: each is rounded to the dtype it has in the graph."""
+def mark(graph: Graph) -> None:
+    """Marks what reads or returns a 16-bit float to be rounded to its dtype, and on a CPU what eager is to run."""
+
+    def on_cpu(node: Node) -> bool:
+        return isinstance(value := node.meta.get("val"), Tensor) and value.is_cpu
 
     def narrow(node: Node) -> bool:
         return isinstance(value := node.meta.get("val"), Tensor) and value.dtype in ROUNDED
@@ -89,15 +102,17 @@ def mark_rounding(graph: Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and (narrow(node) or any(map(narrow, node.all_input_nodes))):
             keep_rounding_of(node)
+        if node.target in EAGER_ON_CPU and on_cpu(node):
+            run_as_eager(node)
 
 
 @cache
 def supported(device: torch.device) -> str | None:
     """None if pieces on `device` keep their rounding points under this torch, else the sentence that says why not.
 
-    Decided by running: a short chain of explicit and implied bf16 roundings is compiled once a process and its bits are
-    compared with eager's, so a torch release that loses or gains the ability is noticed by itself. Where Inductor has no
-    way to keep an explicit cast in C++ (a test holds that against the run) the answer needs no compile.
+    Decided by running: a short chain of explicit and implied bf16 roundings is compiled once a process and its bits
+    are compared with eager's, so a torch release that loses or gains the ability is noticed by itself. Where Inductor
+    has no way to keep an explicit cast in C++ (a test holds that against the run) no compile is needed.
     """
     where = f"Inductor of torch {torch.__version__} on {device.type}"
     drops = f"{where} drops rounding to bf16 between fused operations"
@@ -107,7 +122,7 @@ def supported(device: torch.device) -> str | None:
     probe = cast_chain(device)
     try:
         (found,) = compile_piece(probe, "the rounding probe")(value)
-    except Exception as error:  # whatever is missing (a C++ compiler, Triton, a header), pieces run as eager and say so
+    except Exception as error:  # whatever is missing (a C++ compiler, Triton): pieces run as eager and say so
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"{where} compiles nothing here: {first_line}"
     (expected,) = probe(value)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import SymBool, SymFloat, SymInt, Tensor
@@ -53,20 +55,52 @@ def keep_output_strides(graph: Graph) -> None:
     output.meta["user_visible_output_idxs"] = [i for i, result in enumerate(results) if isinstance(result, Node)]
 
 
+def run_as_eager(node: Node) -> None:
+    """Tells Inductor to call eager's own kernel for `node`."""
+    node.meta["should_fallback"] = True
+
+
 def inductor_compile(
-    gm: GraphModule, inputs: Sequence[Any], settings: dict[str, object]
+    gm: GraphModule, inputs: Sequence[Any], settings: dict[str, object], mark: Callable[[Graph], None]
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """The post-grad half of Inductor alone, on functional ATen. The result empties the list of inputs it is given.
 
-    A fresh TracingContext keeps AOTAutograd's one, if we run inside it, from taking a piece's output strides for its
-    own.
+    `mark` marks nodes just before they are lowered. Inductor's cache does not see marks, so the source of `mark`'s file
+    and of this one go into its key. A fresh TracingContext keeps AOTAutograd's one, if we run inside it, from taking a
+    piece's output strides for its own.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    with tracing(TracingContext(detect_fake_mode(inputs))), config.patch(settings):
+    sources = (Path(__file__), Path(inspect.getsourcefile(mark) or __file__))
+    key = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+    class Mark(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            mark(graph)
+
+        def uuid(self) -> str:
+            return key
+
+    settings = {**settings, "post_grad_custom_pre_pass": Mark()}
+    with tracing(TracingContext(detect_fake_mode(inputs))), config.patch(settings), _whole(gm):
         return compile_fx_inner(gm, list(inputs), is_inference=True)
+
+
+@contextlib.contextmanager
+def _whole(gm: GraphModule) -> Iterator[None]:
+    """Lets operators that were kept whole run eager's kernel: Inductor expects their decomposition and refuses them."""
+    from torch._inductor.decomposition import decompositions
+    from torch._inductor.lowering import force_fallback, lowerings
+
+    kept = dict.fromkeys(node.target for node in gm.graph.nodes if isinstance(node.target, OpOverload))
+    with contextlib.ExitStack() as stack:
+        for op in kept:
+            if op in decompositions and op not in lowerings:
+                stack.enter_context(force_fallback(op))
+        yield
 
 
 def as_python(size: int | SymInt) -> str:
@@ -89,22 +123,29 @@ def known_equal(*sizes: int | SymInt) -> bool:
 
 
 def functional_aten(
-    gm: GraphModule, inputs: Sequence[object], inference: Callable[..., Any], training: Callable[..., Any]
+    gm: GraphModule,
+    inputs: Sequence[object],
+    inference: Callable[..., Any],
+    training: Callable[..., Any],
+    *,
+    whole: Collection[str] = (),
 ) -> Any:
     """Dynamo's graph through AOTAutograd: `inference` turns a functional, decomposed graph into a boxed callable.
 
-    `training` is called instead where gradients would flow. Returns what Dynamo is to run.
+    `training` is called instead where gradients would flow. `whole`: names of ATen operators that are not decomposed.
+    Returns what Dynamo is to run.
     """
     import torch._inductor.lowering  # noqa: F401  (the decompositions of pooling ask for it)
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._inductor.decomposition import select_decomp_table
 
+    table = select_decomp_table()
     return aot_module_simplified(
         gm,
         inputs,
         fw_compiler=training,
         inference_compiler=inference,
-        decompositions=select_decomp_table(),
+        decompositions={op: rule for op, rule in table.items() if getattr(op, "_opname", None) not in whole},
         keep_inference_input_mutations=True,
     )
 
