@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from v41._compat import observed
 from v41.passes.canonicalize import canonicalize
@@ -114,9 +114,11 @@ def count(gm: GraphModule) -> int:
 
 def copy_of(gm: GraphModule) -> GraphModule:
     """A copy that no edit of `gm` reaches. Tensors are shared, graphs and the bodies of regions are not."""
-    copy = GraphModule(gm, Graph())
-    nodes: dict[Node, Node] = {}
-    for name, child in gm.named_children():
-        copy.add_submodule(name, copy_of(child) if isinstance(child, GraphModule) else child)
-    copy.graph.graph_copy(gm.graph, nodes)
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    for name, child in copy.named_children():
+        if isinstance(child, GraphModule):
+            setattr(copy, name, copy_of(child))
     return copy

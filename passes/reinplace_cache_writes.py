@@ -1,7 +1,7 @@
 """reinplace_cache_writes: a write to an input that AOTAutograd made functional happens in place again.
 
-    before   view(cache) -> index_put(view, slots, rows) -> view -> copy_(cache, that)     copies the whole cache each step
-    after    view(cache) -> index_put_(view, slots, rows)                                  writes the rows
+    before   view(cache) -> index_put(view, slots, rows) -> view -> copy_(cache, that)    copies all of it each step
+    after    view(cache) -> index_put_(view, slots, rows)                                 writes the rows
 
 Site: a copy_ into an input. Legal when all RULES hold; else the copy_ stays, which is right and slow. Several writes
 in a chain, and writes through slices and selections, make one site. Exact because the same operators write the same
@@ -90,11 +90,17 @@ def trace(gm: GraphModule, copy: Node) -> Site:
             site.writes.append((node, (*path, _part(node)) if node.target in PART else path, now))
             site.places[node] = Place(path, now + 1)
             site.reads += [(node, arg, now) for arg in touched]
-        elif touched == node.all_input_nodes[:1] == viewed_args(node) and node.target is not invoke_subgraph:
+        elif _is_view(node, touched):
             site.places[node] = Place(_path(site, node), site.places[touched[0]].version)
         else:
             site.reads += [(node, arg, now) for arg in touched]
     return site
+
+
+def _is_view(node: Node, touched: list[Node]) -> bool:
+    """Whether `node` only looks at its first argument, the one it touches. A region that returns a view is no view."""
+    known = touched == node.all_input_nodes[:1] == viewed_args(node) and node.target is not invoke_subgraph
+    return known and not written_args(node)
 
 
 def _spine(copy: Node) -> set[Node]:

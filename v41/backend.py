@@ -24,6 +24,34 @@ from v41.passes.pipeline import CUT_AT, run_pipeline, text_of
 from v41.report import CompileReport, programs_wanted, publish, source_of
 from v41.runtime.executor import Artifact, eager_artifact, executor
 
+# ATen kernels whose decomposition rounds otherwise: they stay whole where pieces run their ATen nodes, to keep bits.
+WHOLE_IN_EAGER = frozenset(
+    [
+        "_softmax",
+        "_log_softmax",
+        "_safe_softmax",
+        "logsumexp",
+        "silu",
+        "gelu",
+        "softplus",
+        "mish",
+        "elu",
+        "hardswish",
+        "log_sigmoid_forward",
+        "native_layer_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit_no_training",
+        "_fused_rms_norm",
+        "linalg_vector_norm",
+        "std",
+        "std_mean",
+        "lerp",
+        "addcmul",
+        "mv",
+    ]
+)
+
 
 def v41(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
@@ -31,33 +59,34 @@ def v41(
     """The backend that `torch.compile(model, backend="v41", options={...})` calls. See v41.options for the options."""
     parsed = parse(options, mode)
     refuse_gradients(gm, example_inputs)
+    codegen, why = effective_codegen(parsed, device_of(example_inputs))
     report = CompileReport(graph_break=graph_break(gm), recompiles=times_compiled_before())
+    report.options = {
+        "codegen": (codegen, why),
+        "verify": (parsed.verify, "options" if parsed.verify else "default"),
+    }
     start = time.perf_counter()
 
     def inference(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         report.seconds["aot_autograd"] = time.perf_counter() - start
-        return build(aten, parsed, report)
+        return build(aten, codegen, parsed.verify, report)
 
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         raise gradients_requested(gm, example_inputs)
 
-    compiled = functional_aten(gm, example_inputs, inference, training)
+    whole = WHOLE_IN_EAGER if codegen == "eager" else ()
+    compiled = functional_aten(gm, example_inputs, inference, training, whole=whole)
     publish(report)
     return compiled
 
 
-def build(aten: GraphModule, options: Options, report: CompileReport) -> Callable[[list[Any]], Any]:
+def build(aten: GraphModule, codegen: str, check: bool, report: CompileReport) -> Callable[[list[Any]], Any]:
     """One functional ATen graph, all the way to the boxed function that runs it."""
-    codegen, why = effective_codegen(options, device_of(aten))
-    report.options = {
-        "codegen": (codegen, why),
-        "verify": (options.verify, "options" if options.verify else "default"),
-    }
     clock = time.perf_counter
     start = clock()
     programs = programs_wanted()
     report.program = text_of(aten) if programs else None
-    program, report.passes = run_pipeline(aten, check=options.verify, programs=programs)
+    program, report.passes = run_pipeline(aten, check=check, programs=programs)
     report.seconds["passes"], start = clock() - start, clock()
     plan = partition(program, cut_at=CUT_AT)
     report.seconds["partition"], start = clock() - start, clock()
@@ -91,10 +120,10 @@ def effective_codegen(options: Options, device: torch.device) -> tuple[str, str]
     return ("inductor", "auto") if reason is None else ("eager", f"auto: {reason}")
 
 
-def device_of(gm: GraphModule) -> torch.device:
-    """The accelerator that the graph's tensors live on, or the CPU."""
-    values = [node.meta.get("val") for node in gm.graph.nodes]
-    return next((v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), torch.device("cpu"))
+def device_of(inputs: Sequence[Any]) -> torch.device:
+    """The accelerator that the inputs live on, or the CPU."""
+    devices = [value.device for value in inputs if isinstance(value, Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def refuse_gradients(gm: GraphModule, inputs: Sequence[Any]) -> None:
