@@ -32,7 +32,7 @@ from v41.model_def.quantization import dequantize_fp8_weight
 from v41.model_def.token_map import read_token_map
 
 WEIGHTS, INDEX, TOKEN_MAP = "model.safetensors", "model.safetensors.index.json", "engram_token_map.safetensors"
-NOT_USED = ("mtp.", "vision")  # prefixes: the draft model, the image tower
+NOT_USED = ("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline")  # the draft; what images need
 NOT_USED_SUFFIX = ".gate.bias_vl"  # the gate's bias inside image spans
 BYTES = {torch.uint8, torch.int8}
 
