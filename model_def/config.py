@@ -248,11 +248,11 @@ def _released_values(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     scaling = dict(values.pop("rope_scaling", None) or {})
     if "rope_type" in scaling:
         scaling["type"] = scaling.pop("rope_type")
-    scaling, stray = {n: v for n, v in scaling.items() if n in RopeScaling.__annotations__}, [
-        f"rope_scaling.{n}" for n in scaling if n not in RopeScaling.__annotations__]
+    stray = [name for name in scaling if name not in RopeScaling.__annotations__]
+    values["rope_scaling"] = RopeScaling(**{name: value for name, value in scaling.items() if name not in stray})
     values["weight_dtype"] = quantization.get("quant_method", "bf16")
     values["expert_dtype"] = quantization.get("expert_dtype", values["weight_dtype"])
-    return {**values, "rope_scaling": RopeScaling(**scaling)}, unknown + stray
+    return values, unknown + [f"rope_scaling.{name}" for name in stray]
 
 
 def _flat_values(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
