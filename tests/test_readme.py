@@ -1,0 +1,32 @@
+"""What the README says one can type works as it stands there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from v41.tools.cli import parser
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_program_of_the_readme_runs() -> None:
+    (program,) = re.findall(r"```python\n(.+?)```", README, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(program, "README.md", "exec"), names)
+    logits, reports = names["logits"], names["reports"]
+    assert isinstance(logits, torch.Tensor) and logits.shape == (2, 512)
+    assert isinstance(reports, list) and len(reports) == 1 and reports[0].passes
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"make (?:\w+=\S+ )?([\w.-]+)", README))
+    assert {"demo", "test"} <= named <= targets
+    for line in re.findall(r"v41 (generate[^`\n]*)`", README):
+        if "--help" not in line:
+            assert parser().parse_args(line.split()).command == "generate"
