@@ -1,0 +1,408 @@
+"""emit: phases become the text of one Triton kernel.
+
+    program (tile, part)      ROWS rows, GROUP chunks of BLOCK columns
+      numbers of phase 0      loads that have no column
+      for each chunk          tiles of phase 0; results and spills stored; totals into `sums`, chunk after chunk
+      if PARTS > 1            each chunk's totals to `partials`; the program that arrives last adds them in the same order
+      last:                   numbers of phase 1, pass over all columns, numbers of phase 2, ...
+
+Totals are bitwise the same for every ROWS, GROUP and number of programs: a chunk is always BLOCK columns, folded in pairs
+(`fold_columns`) or by tensor cores with k ascending, and chunks are added one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from v41.lowering.rowwise.elementwise import TEXT
+from v41.lowering.rowwise.expr import Expr, Weights, reachable
+from v41.lowering.rowwise.names import TRITON, Names, constant
+from v41.lowering.rowwise.phases import Phase, Phases, Place
+from v41.lowering.rowwise.read import Tensor
+from v41.lowering.rowwise.roll import Loop, roll
+from v41.lowering.rowwise.sums import Sums, group_sums
+
+PRELUDE = '''import triton
+import triton.language as tl
+
+
+@triton.jit
+def fold_columns(x, OP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """[ROWS, BLOCK] to [ROWS, 1]: neighbours in pairs, the pairs in pairs, in whatever threads they lie."""
+    for level in tl.static_range(LEVELS):
+        x = tl.reshape(x, [ROWS, BLOCK >> (level + 1), 2])
+        if OP == 0:
+            x = tl.sum(x, 2)
+        elif OP == 1:
+            x = tl.reduce(x, 2, maximum_or_nan)
+        else:
+            x = tl.reduce(x, 2, minimum_or_nan)
+    return x
+
+
+@triton.jit
+def first_of(a, b):
+    return a
+
+
+@triton.jit
+def settle(x):
+    """`x` [n, 1] itself, behind an op that Triton moves no layout conversion across: without it, tiles that a product reads are
+    computed twice, once in the layout of the product's operand and there by every warp."""
+    return tl.reduce(x, 1, first_of, keep_dims=True)
+
+
+@triton.jit
+def pick(sums, slots, home, lane, SLOT: tl.constexpr, ROWS: tl.constexpr):
+    """Slot SLOT of [slots, ROWS] totals as [ROWS, 1]: out of registers for one row, else through `home`, where they were put."""
+    if ROWS == 1:
+        return tl.sum(tl.where(slots == SLOT, sums, 0.0), 0)[:, None]
+    else:
+        return tl.load(home + SLOT * ROWS + lane, cache_modifier=".cg")
+
+
+@triton.jit
+def maximum_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum_or_nan(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+'''
+FOLD = {"add": 0, "maximum": 1, "minimum": 2}
+
+
+class Emitter:
+    """Writes one kernel. `block` is BLOCK, the columns of a chunk: part of what the kernel computes, not of its schedule."""
+
+    def __init__(self, phases: Phases, block: int) -> None:
+        self.phases, self.program, self.block = phases, phases.program, block
+        self.width = self.program.axes.width
+        self.chunks = -(-self.width // block) if self.width else 1
+        self.names = Names()
+        self.lines: list[str] = []
+        self._sections: dict[Expr, int] = {}
+        self.indent = 1
+        self.sums: list[list[Sums]] = [group_sums(phase.sums, i) for i, phase in enumerate(phases.list)]
+        self.partial_width = sum(group.width for group in self.sums[0])
+        self.total_width = sum(group.width for groups in self.sums for group in groups)
+        self.masked = bool(self.width % block) if self.width else False
+
+    # ---- text
+
+    def say(self, *lines: str) -> None:
+        self.lines += ["    " * self.indent + line if line else "" for line in lines]
+
+    def kernel(self, name: str) -> str:
+        """The function's text, imports and helpers in front."""
+        pointers = [f"{tensor.name}_ptr" for tensor in [*filter(None, self.program.inputs), *self._outputs()]]
+        scratch = [f"scratch_{slot}_ptr" for slot in range(len(self.phases.scratch))]
+        arguments = ", ".join([*pointers, *scratch, "partials", "totals", "counters", "T"])
+        tuned = "ROWS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr"
+        self.lines = ["@triton.jit(do_not_specialize=[\"T\"])", f"def {name}({arguments},", f"{' ' * 8}{tuned}):"]
+        self.say("tile = tl.program_id(0)", "part = tl.program_id(1)", "lane = tl.arange(0, ROWS)[:, None]",
+                 "row = (tile * ROWS + lane).to(tl.int64)", "live = row < T", "across = tl.arange(0, ROWS)[None, :]")  # fmt: skip
+        for groups in self.sums:
+            for group in groups:
+                self.say(f"{group.name}_slot = tl.arange(0, {group.width})[:, None]")
+                if group.project is not None:
+                    self.say(f"{group.name}_inside = settle({group.name}_slot) < {group.outputs}")
+        self._first_phase()
+        self._rest()
+        return PRELUDE + "\n\n" + "\n".join(self.lines) + "\n"
+
+    def _outputs(self) -> list[Tensor]:
+        return [tensor for tensor, _ in self.program.outputs]
+
+    # ---- the parts of the kernel
+
+    def _first_phase(self) -> None:
+        phase = self.phases.list[0]
+        self._numbers([expr for expr in phase.numbers if self._section(expr) == 0])
+        if not self.width:
+            return
+        early = self._early_loads()
+        if early:
+            self.say("if PARTS > 1:  # asked for now, used by the last program")
+            self.say(*(f"    {self.names[expr]} = {self._text(expr)}" for expr in early))
+        self._start_sums(0)
+        self.say("for step in tl.range(GROUP, num_stages=STAGES):")
+        self.indent += 1
+        self.say("chunk = part * GROUP + step", f"cols = chunk * {self.block} + tl.arange(0, {self.block})[None, :]")
+        if self.masked:
+            self.say(f"columns = cols < {self.width}")
+        self._pass(0, phase, self.masked)
+        if self.sums[0]:
+            self.say("if PARTS > 1:")
+            offset = 0
+            for group in self.sums[0]:
+                self.say(f"    tl.store(partials + {self._partial(group, offset)}, {group.name}_part)")
+                offset += group.width
+            self.say("else:")
+            for group in self.sums[0]:
+                self.say(f"    {group.name} = {group.add(group.name, f'{group.name}_part')}")
+        self.indent -= 1
+
+    def _partial(self, group: Sums, offset: int) -> str:
+        """Offset of a chunk's totals: [tile, chunk, group, slot, row of the tile]."""
+        return f"(tile * {self.chunks} + chunk) * (ROWS * {self.partial_width}) + ROWS * ({offset} + {group.name}_slot) + across"
+
+    def _rest(self) -> None:
+        self.say("last = part == PARTS - 1")
+        if self.sums[0]:
+            self.say("if PARTS > 1:", "    tl.debug_barrier()",
+                     "    arrived = tl.atomic_add(counters + tile, 1, sem=\"acq_rel\")", "    last = arrived == PARTS - 1")  # fmt: skip
+        self.say("if last:")
+        self.indent += 1
+        if self.sums[0]:
+            self._gather_partials()
+        if any(phase.reloads for phase in self.phases.list[1:]):
+            self.say("if PARTS == 1:", "    tl.debug_barrier()  # what other threads spilled is read below")
+        for index in range(max(len(self.phases.list), 2) if self.width else 1):
+            self._later(index)
+        self.say("pass")
+        self.indent -= 1
+
+    def _later(self, index: int) -> None:
+        """Phase `index`, but for what phase 0 did: numbers its pass reads, the pass, all other numbers."""
+        phase = self.phases.list[index] if index < len(self.phases.list) else Phase()
+        numbers = [expr for other in self.phases.list for expr in other.numbers if self._section(expr) == index] if index else []
+        early = self._early_loads() if index == 1 and self.width else []
+        if early:
+            self.say("if PARTS == 1:", *(f"    {self.names[expr]} = {self._text(expr)}" for expr in early))
+            numbers = [expr for expr in numbers if expr not in set(early)]
+        roots = [*phase.tiles, *phase.sums, *(tile for tile, _ in phase.stores)]
+        needed = set(reachable(roots, self.program.builder.order))
+        self._numbers([expr for expr in numbers if expr in needed], index)
+        if index and roots:
+            self._later_pass(index)
+        self._numbers([expr for expr in numbers if expr not in needed])
+        for expr, place in phase.number_stores:
+            self.say(f"tl.store({self._address(place)}, {self.names[expr]}, mask=live)")
+
+    def _early_loads(self) -> list[Expr]:
+        """Numbers that all rows share and phase 1 reads: asked for early, their latency hides behind phase 0."""
+        return [expr for expr in self.phases.list[0].numbers if expr.op == "load" and not expr.row and self._section(expr) == 1]
+
+    def _section(self, expr: Expr) -> int:
+        """The phase in front of which number `expr` is computed: as late as its first reader allows."""
+        if not self._sections:
+            self._fill_sections()
+        return self._sections.get(expr, self.phases.depth[expr])
+
+    def _fill_sections(self) -> None:
+        first = max(len(self.phases.list) - 1, 1) if self.width else 0
+        for index, phase in enumerate(self.phases.list):
+            for tile in (*phase.tiles, *phase.sums, *(tile for tile, _ in phase.stores)):
+                for arg in (tile, *tile.args):
+                    if not arg.wide:
+                        self._sections[arg] = min(self._sections.get(arg, index), index)
+            for expr, _ in phase.number_stores:
+                at = max(index, min(first, 1))
+                self._sections[expr] = min(self._sections.get(expr, at), at)
+        for expr in reversed([expr for phase in self.phases.list for expr in phase.numbers]):
+            for arg in expr.args:
+                if not arg.wide:
+                    at = self._sections.get(expr, first)
+                    self._sections[arg] = min(self._sections.get(arg, at), at)
+
+    def _gather_partials(self) -> None:
+        """Adds the chunks' totals in order. BATCH loads are under way at a time."""
+        self.say("if PARTS > 1:", "    tl.store(counters + tile, 0)", f"    for first in range(0, {self.chunks}, BATCH):",
+                 "        for ahead in tl.static_range(BATCH):", "            chunk = first + ahead")  # fmt: skip
+        offset = 0
+        for group in self.sums[0]:
+            read = f"tl.load(partials + {self._partial(group, offset)}, cache_modifier=\".cg\")"
+            self.say(f"            {group.name} = {group.add(group.name, read)}")
+            offset += group.width
+
+    def _later_pass(self, index: int) -> None:
+        block = str(self.block) if self.sums[index] else "TAIL"
+        self._start_sums(index)
+        self.say(f"for start in range(0, {self.width}, {block}):")
+        self.indent += 1
+        self.say(f"cols = start + tl.arange(0, {block})[None, :]")
+        masked = block == "TAIL" or self.masked
+        if masked:
+            self.say(f"columns = cols < {self.width}")
+        self._pass(index, self.phases.list[index], masked)
+        for group in self.sums[index]:
+            self.say(f"{group.name} = {group.add(group.name, f'{group.name}_part')}")
+        self.indent -= 1
+
+    def _start_sums(self, index: int) -> None:
+        for group in self.sums[index]:
+            self.say(f"{group.name} = tl.full([{group.width}, ROWS], {constant(group.start)}, tl.float32)")
+
+    # ---- numbers: one a row
+
+    def _numbers(self, numbers: list[Expr], read_sums_before: int = 0) -> None:
+        """`numbers` in order, runs of equal steps as loops."""
+        inside = set(numbers)
+        readers = [expr for expr in self.program.builder.order if expr not in inside]
+        used = {arg for expr in readers for arg in expr.args}
+        used |= {item for _, value in self.program.outputs for item in value.items()}
+        if read_sums_before:
+            self._read_sums(read_sums_before)
+        for item in roll([expr for expr in numbers if expr.op != "pick"], used):
+            if isinstance(item, Loop):
+                self._loop(item)
+            else:
+                self.say(f"{self.names[item]} = {self._text(item)}")
+
+    def _read_sums(self, index: int) -> None:
+        """The totals of the phase before, out of the vectors that hold them."""
+        groups = self.sums[index - 1] if index else []
+        if not groups:
+            return
+        self.say("if ROWS > 1:")
+        for group in groups:
+            home = f"totals + (tile * {self.total_width} + {self._home(group)}) * ROWS"
+            self.say(f"    tl.store({home} + {group.name}_slot * ROWS + across, {group.name})")
+        self.say("    tl.debug_barrier()")
+        for group in groups:
+            home = f"totals + (tile * {self.total_width} + {self._home(group)}) * ROWS"
+            slots = [(slot, expr) for slot, expr in group.slots.items()]
+            slots += [(int(str(expr.data[0])), expr) for expr in self.program.builder.order if expr.op == "pick" and
+                      expr.args[0] is group.project]  # fmt: skip
+            for slot, expr in slots:
+                self.say(f"{self.names[expr]} = pick({group.name}, {group.name}_slot, {home}, lane, {slot}, ROWS)")
+
+    def _home(self, group: Sums) -> int:
+        groups = [other for groups in self.sums for other in groups]
+        return sum(other.width for other in groups[: groups.index(group)])
+
+    def _loop(self, loop: Loop) -> None:
+        names = {at: self.names.new(f"{loop.first[at].name}_carried") for at in loop.carried}
+        for at, before in loop.carried.items():
+            self.say(f"{names[at]} = {self.names[before]}")
+        inputs = {before: names[at] for at, before in loop.carried.items()}
+        outside = {expr: self.names[expr] for expr in inputs}
+        self.say(f"for _ in range({loop.times}):")
+        self.indent += 1
+        for before, name in inputs.items():
+            self.names.alias(before, name)
+        for expr in loop.first:
+            self.say(f"{self.names[expr]} = {self._text(expr)}")
+        for at, name in names.items():
+            self.say(f"{name} = {self.names[loop.first[at]]}")
+        self.indent -= 1
+        for before, name in outside.items():
+            self.names.alias(before, name)
+        for first, final in zip(loop.first, loop.last, strict=True):
+            self.names.alias(final, self.names[first])
+        for at, name in names.items():
+            self.names.alias(loop.last[at], name)
+
+    # ---- tiles: one a row and column
+
+    def _pass(self, index: int, phase: Phase, masked: bool) -> None:
+        """Tiles as they are needed: each result is stored, each term of a product taken, as soon as it is known."""
+        place = {expr: i for i, expr in enumerate(self.program.builder.order)}
+        for group in self.sums[index]:
+            self.say(f"{group.name}_part = tl.full([{group.width}, ROWS], {constant(group.start)}, tl.float32)")
+        steps: list[tuple[Expr, Callable[[], None]]] = [(expr, partial(self._store, expr, where, masked)) for expr, where in phase.stores]
+        for group in self.sums[index]:
+            steps += [(expr.args[0], partial(self._total, group, slot, expr, masked)) for slot, expr in group.slots.items()]
+            if group.project is not None:
+                steps += [(x, partial(self._term, group, s, masked)) for s, x in enumerate(group.project.args)]
+        done: set[Expr] = set()
+        for expr, act in sorted(steps, key=lambda step: place[step[0]]):
+            self._tiles(expr, phase, done, masked)
+            act()
+
+    def _tiles(self, expr: Expr, phase: Phase, done: set[Expr], masked: bool) -> None:
+        """`expr` and what it needs that is not there yet."""
+        if expr in done or not expr.wide:
+            return
+        done.add(expr)
+        place = phase.reloads.get(expr)
+        if place is not None:
+            mask = "live & columns" if masked else "live"
+            text = f"tl.load({self._address(place)} + cols, mask={mask}, other=0.0, cache_modifier=\".cg\")"
+        else:
+            for arg in expr.args:
+                self._tiles(arg, phase, done, masked)
+            text = self._text(expr, masked)
+        self.say(f"{self.names[expr]} = {text}")
+
+    def _store(self, expr: Expr, place: Place, masked: bool) -> None:
+        self.say(f"tl.store({self._address(place)} + cols, {self.names[expr]}, mask={'live & columns' if masked else 'live'})")
+
+    def _total(self, group: Sums, slot: int, expr: Expr, masked: bool) -> None:
+        (x,) = expr.args
+        item = f"tl.where(columns, {self.names[x]}, {constant(group.start)})" if masked else self.names[x]
+        levels = (self.block - 1).bit_length()
+        folded = f"fold_columns(tl.broadcast_to({item}, [ROWS, {self.block}]), {FOLD[group.op]}, ROWS, {self.block}, {levels})"
+        self.say(f"{group.name}_part = tl.where({group.name}_slot == {slot}, {folded}.trans(), {group.name}_part)")
+
+    def _term(self, group: Sums, s: int, masked: bool) -> None:
+        """Weights times rows on tensor cores, for part `s` of the row. bf16 rows against fp32 weights: the weight in three bf16 parts,
+        which lose nothing."""
+        assert group.project is not None
+        weights = group.project.data[0]
+        assert isinstance(weights, Weights)
+        source, x = self.program.inputs[weights.source], group.project.args[s]
+        assert source is not None
+        name, w = f"{group.name}_part", self.names.new(f"{source.name}_tile")
+        inside = f"{group.name}_inside" + (" & columns" if masked else "")
+        address = f"{source.name}_ptr + tl.minimum({group.name}_slot, {weights.outputs - 1}) * {weights.stride} + {weights.offsets[s]} + {_times("cols", weights.column)}"
+        guard = ", mask=columns, other=0.0" if masked else ""
+        self.say(f"{w} = tl.where({inside}, tl.load({address}{guard}), 0.0)")
+        row = f"tl.broadcast_to({self.names[x]}, [ROWS, {self.block}])"
+        if masked:
+            row = f"tl.where(columns, {row}, 0.0).to({TRITON[x.dtype]})"
+        if x.dtype == weights.dtype != torch.float32:
+            self.say(f"{name} = tl.dot({w}, {row}.trans(), {name})")
+        elif x.dtype == torch.bfloat16:
+            self._dot_in_parts(name, row, w)
+        else:
+            self.say(f"{name} = tl.dot({w}.to(tl.float32), {row}.to(tl.float32).trans(), {name}, input_precision=\"ieee\")")
+
+    def _dot_in_parts(self, name: str, row: str, w: str) -> None:
+        self.say(f"{w}_hi = {w}.to(tl.bfloat16)", f"{w}_rest = {w} - {w}_hi.to(tl.float32)",
+                 f"{w}_mid = {w}_rest.to(tl.bfloat16)", f"{w}_lo = ({w}_rest - {w}_mid.to(tl.float32)).to(tl.bfloat16)")  # fmt: skip
+        for part in ("hi", "mid", "lo"):
+            self.say(f"{name} = tl.dot({w}_{part}, {row}.trans(), {name})")
+
+    # ---- one expression
+
+    def _text(self, expr: Expr, masked: bool = False) -> str:
+        names = [self.names[arg] for arg in expr.args]
+        if expr.op == "load":
+            return self._load(expr, masked)
+        if expr.op == "cast":
+            return f"{names[0]}.to({TRITON[expr.dtype]})" if expr.args[0].op != "const" else f"tl.full([1, 1], {names[0]}, {TRITON[expr.dtype]})"
+        return TEXT[expr.op].format(**dict(zip("abc", names, strict=False)))
+
+    def _load(self, expr: Expr, masked: bool) -> str:
+        source, row, offset, column = expr.data
+        tensor = self.program.inputs[int(str(source))]
+        assert tensor is not None
+        terms = [f"{tensor.name}_ptr"] + ([f"row * {row}"] if row else []) + ([str(offset)] if offset else [])
+        if column:
+            terms.append(_times("cols", int(str(column))))
+        guards = ["live"] * bool(row) + ["columns"] * bool(column and masked)
+        guard = f", mask={' & '.join(guards)}, other=0.0" if guards else ""
+        text = f"tl.load({' + '.join(terms)}{guard})"
+        return f"settle({text})" if row and not column else text
+
+    def _address(self, place: Place) -> str:
+        if place.output is None:
+            base = f"scratch_{place.slot}_ptr"
+        else:
+            base = f"{self.program.outputs[place.output][0].name}_ptr"
+        return f"{base} + row * {place.stride}" + (f" + {place.offset}" if place.offset else "")
+
+
+def _times(name: str, factor: int) -> str:
+    return name if factor == 1 else f"{name} * {factor}"
+
+
+def emit(phases: Phases, block: int, name: str) -> str:
+    """The text of kernel `name`."""
+    return Emitter(phases, block).kernel(name)

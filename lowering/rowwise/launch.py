@@ -1,0 +1,146 @@
+"""launch: a generated kernel as a callable. It allocates outputs and scratch, picks the schedule by the number of rows, launches.
+
+    kernel = generate(body)                 the text is kernel.source
+    outputs = kernel.launch(*inputs)        in the order of the body's placeholders; no rows, no launch
+
+One text serves every schedule: rows a program, programs a row and warps are arguments of the launch, compiled on first
+use of a bucket of row counts. Results are the same bits in every bucket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from v41.lowering.rowwise.read import Tensor as Described
+from v41.lowering.rowwise.schedule import Schedule, fit
+
+SPARE, TILES = 8, 1 << 14  # sets of arrival counters made at once, and tiles of rows in each
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch: grid, arguments in order, tl.constexpr arguments, Triton's own options, and what it will have written."""
+
+    grid: tuple[int, int]
+    arguments: list[Any]
+    constants: dict[str, int]
+    options: dict[str, Any]
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass
+class GeneratedKernel:
+    """`source` is a Python file; the kernel in it is called `name`. `schedules` is ascending by rows: see `schedule_for`."""
+
+    name: str
+    source: str
+    inputs: list[Described | None]  # None: a number that the kernel does not need
+    outputs: list[Described]
+    scratch: list[tuple[torch.dtype, int]]  # dtype and elements a row of every spilled tile
+    partial_width: int
+    total_width: int
+    chunks: int
+    width: int
+    schedules: tuple[tuple[int, Schedule], ...]
+    _function: Any = None
+    _arrivals: Arrivals = field(default_factory=lambda: Arrivals({}, {}))
+
+    @property
+    def path(self) -> Path:
+        """The file that holds `source`, written if it is not there; Triton reads kernels from files."""
+        path = kernel_directory() / f"{self.name}_{hashlib.sha256(self.source.encode()).hexdigest()[:16]}.py"
+        if not path.exists() or path.read_text() != self.source:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+                file.write(self.source)
+            os.replace(file.name, path)
+        return path
+
+    @property
+    def function(self) -> Any:
+        """The jitted kernel."""
+        if self._function is None:
+            spec = importlib.util.spec_from_file_location(self.path.stem, self.path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            self._function = getattr(module, self.name)
+        return self._function
+
+    def schedule_for(self, rows: int) -> Schedule:
+        """The schedule of the first bucket that holds `rows`."""
+        return next((schedule for most, schedule in self.schedules if rows <= most), self.schedules[-1][1])
+
+    def launch(self, *tensors: Any, schedule: Schedule | None = None) -> tuple[Tensor, ...]:
+        """The body's outputs. `schedule` overrides the choice by rows."""
+        call = self.prepare(tensors, schedule)
+        if call.grid[0]:
+            self.run(call)
+        return call.outputs
+
+    def run(self, call: Call) -> Any:
+        """Launches `call`; what Triton compiled for it: registers, spills, shared memory, text."""
+        return self.function[call.grid](*call.arguments, **call.constants, **call.options)
+
+    def prepare(self, tensors: Sequence[Any], schedule: Schedule | None = None) -> Call:
+        """The launch for `tensors`, outputs and scratch allocated."""
+        pairs = [(tensor, what) for tensor, what in zip(tensors, self.inputs, strict=True) if what is not None]
+        rows, device = next((tensor.shape[0], tensor.device) for tensor, what in pairs if what.per_row)
+        chosen = self.schedule_for(rows) if schedule is None else fit(schedule, self.chunks, self.width)
+        tiles, parts = -(-rows // chosen.rows), self.chunks // chosen.group
+
+        def empty(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(count, dtype=dtype, device=device)
+
+        outputs = tuple(
+            torch.empty([rows if size is None else size for size in what.shape], dtype=what.dtype, device=device)
+            for what in self.outputs
+        )
+        scratch = [empty(rows * width, dtype) for dtype, width in self.scratch]
+        partials = empty(tiles * self.chunks * self.partial_width * chosen.rows if parts > 1 else 1)
+        totals = empty(tiles * self.total_width * chosen.rows if chosen.rows > 1 else 1)
+        counters = self._arrivals.on(device, tiles)
+        given = [tensor.contiguous() for tensor, _ in pairs]
+        constants = {"ROWS": chosen.rows, "GROUP": chosen.group, "PARTS": parts, "TAIL": chosen.tail,
+                     "STAGES": chosen.stages, "BATCH": chosen.batch}  # fmt: skip
+        limit = {"maxnreg": chosen.registers} if chosen.registers else {}
+        return Call((tiles, parts), [*given, *outputs, *scratch, partials, totals, counters, rows], constants,
+                    {"num_warps": chosen.warps, "enable_fp_fusion": False, **limit}, outputs)  # fmt: skip
+
+
+@dataclass
+class Arrivals:
+    """Counters, one a tile of rows, that every launch leaves at zero. Launches on two streams must not share them.
+
+    They are made outside of graph capture, where zeroing is work of the graph and not yet done: for a capturing stream that
+    has none, a spare set is taken.
+    """
+
+    of_stream: dict[tuple[torch.device, int], Tensor]
+    spare: dict[torch.device, list[Tensor]]
+
+    def on(self, device: torch.device, tiles: int) -> Tensor:
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        counters = self.of_stream.get((device, stream))
+        if counters is None or counters.numel() < tiles:
+            spare = self.spare.setdefault(device, [])
+            if not spare or spare[-1].numel() < tiles:
+                spare += torch.zeros(SPARE, max(tiles, TILES), dtype=torch.int32, device=device).unbind()
+            counters = self.of_stream[device, stream] = spare.pop()
+        return counters
+
+
+def kernel_directory() -> Path:
+    """Where generated files lie, for readers, debuggers and profilers."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "v41" / "kernels"

@@ -1,0 +1,209 @@
+"""read: a region's body becomes expressions, or is Refused with the reason.
+
+    before   GraphModule of ATen nodes, fake tensors in meta, dimension 0 of row tensors symbolic; nested regions allowed
+    after    Program: inputs, and per output the expressions of its elements
+
+Readable when every node works on each row by itself (reductions over trailing axes, a product with a weight matrix that has
+few outputs, views, elementwise ops), in ops of `elementwise.py` and of this file. Every cast stays; whatever the body rounds
+to bf16 is rounded there. Repeated nodes are read once: an expression is made once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import GraphModule, Node
+
+from v41.lowering.rowwise import products, reductions, views
+from v41.lowering.rowwise.axes import ROW, SMALL_LIMIT, WIDE, Axes, Refused, Value, broadcast
+from v41.lowering.rowwise.elementwise import DIVISIONS, ELEMENTWISE, FLOATS
+from v41.lowering.rowwise.expr import Builder, Expr
+from v41.regions import body_of, invoke_subgraph
+
+WIDE_FROM = 33  # a shorter trailing axis is spelled out
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output: its name in the kernel, dtype, dimensions (None for the row axis) and elements a row."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+
+    @property
+    def per_row(self) -> bool:
+        return self.shape[:1] == (None,)
+
+    @property
+    def stride(self) -> int:
+        """Elements of one row; 0 for a tensor that all rows share."""
+        return self.elements if self.per_row else 0
+
+    @property
+    def elements(self) -> int:
+        return int(np.prod([size for size in self.shape if size is not None], dtype=np.int64))
+
+
+@dataclass
+class Program:
+    """What a body computes. `inputs` has None where the body takes a number (the row count)."""
+
+    axes: Axes
+    builder: Builder
+    inputs: list[Tensor | None] = field(default_factory=list)
+    outputs: list[tuple[Tensor, Value]] = field(default_factory=list)
+
+
+class NotRowwise(Refused):
+    """A Refused that names the node of the body."""
+
+    def __init__(self, node: Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+def read(body: GraphModule) -> Program:
+    """The Program of `body`, or NotRowwise."""
+    program = Program(Axes(_wide_size(body)), Builder())
+    arguments: list[Any] = []
+    for index, node in enumerate(n for n in body.graph.nodes if n.op == "placeholder"):
+        arguments.append(_input(program, index, node))
+    results = _run(program, body, arguments)
+    (outputs,) = body.graph.output_node().args
+    for index, (node, value) in enumerate(zip(outputs, results, strict=True)):
+        if not isinstance(value, Value) or value.dims[:1] != ((ROW,),):
+            raise NotRowwise(body.graph.output_node(), f"output {index} has no row axis")
+        program.outputs.append((_tensor(f"out_{index}", node), value))
+    return program
+
+
+def _wide_size(body: GraphModule) -> int:
+    """The last dimension of the largest input or output that has rows: what is spread over lanes; 0 if all are short."""
+    (outputs,) = body.graph.output_node().args
+    nodes = [n for n in body.graph.nodes if n.op == "placeholder"] + [n for n in outputs if isinstance(n, Node)]
+    shapes = [tuple(n.meta["val"].shape) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    rows = [shape for shape in shapes if shape and not isinstance(shape[0], int)]
+    largest = max(rows, key=lambda shape: np.prod(shape[1:], dtype=np.int64), default=())
+    return largest[-1] if len(largest) > 1 and largest[-1] >= WIDE_FROM else 0
+
+
+def _tensor(name: str, node: Node) -> Tensor:
+    meta = node.meta["val"]
+    return Tensor(name, meta.dtype, tuple(size if isinstance(size, int) else None for size in meta.shape))
+
+
+def _input(program: Program, index: int, node: Node) -> Any:
+    meta = node.meta["val"]
+    if not isinstance(meta, torch.Tensor):
+        program.inputs.append(None)
+        return meta
+    tensor = _tensor(node.name, node)
+    if None in tensor.shape[1:]:
+        raise NotRowwise(node, "has a symbolic size beyond its first axis")
+    if meta.dtype not in FLOATS:
+        raise NotRowwise(node, f"is of dtype {meta.dtype}")
+    program.inputs.append(tensor)
+    program.builder.name = node.name
+    try:
+        return _elements(program, index, tensor, tuple(meta.shape))
+    except Refused as refusal:
+        raise NotRowwise(node, refusal.reason) from None
+
+
+def _elements(program: Program, source: int, tensor: Tensor, shape: tuple[Any, ...]) -> Value:
+    axes, dims = program.axes, tuple(map(program.axes.factors, shape))
+    if tensor.elements > SMALL_LIMIT * max(axes.width, 1):
+        raise Refused("holds too many values a row and column")
+    factors = [factor for group in dims for factor in group]
+    if factors.count(WIDE) > 1:
+        raise Refused("has the wide axis twice")
+    full = [axes.width if factor == WIDE else max(factor, 1) for factor in factors]
+    offsets = np.arange(tensor.elements).reshape(full)
+    column = 0
+    if WIDE in factors:
+        at = factors.index(WIDE)
+        column = int(np.prod(full[at + 1 :], dtype=np.int64))
+        offsets = offsets.take([0], axis=at)
+    loads = np.empty(offsets.shape, dtype=object)
+    for index in np.ndindex(loads.shape):
+        loads[index] = program.builder.load(source, tensor.dtype, tensor.stride, int(offsets[index]), column)
+    return axes.value(dims, loads, tensor.dtype)
+
+
+def _run(program: Program, body: GraphModule, arguments: list[Any]) -> list[Any]:
+    """Reads `body` with `arguments` for its placeholders; what its output node lists."""
+    env: dict[Node, Any] = {}
+    given = iter(arguments)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "call_function":
+            program.builder.name = node.name
+            try:
+                env[node] = _call(program, node, env)
+            except NotRowwise:
+                raise
+            except Refused as refusal:
+                raise NotRowwise(node, refusal.reason) from None
+    (outputs,) = body.graph.output_node().args
+    return [env.get(node) if isinstance(node, Node) else None for node in outputs]
+
+
+def _call(program: Program, node: Node, env: dict[Node, Any]) -> Any:
+    if node.target is invoke_subgraph:
+        return _run(program, body_of(node), [env[arg] for arg in node.args[2:]])  # type: ignore[index]
+    if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+        return None  # arithmetic on sizes: the shapes in meta already hold its result
+    args = torch.fx.map_arg(node.args, lambda n: env[n])
+    kwargs = {key: value for key, value in node.kwargs.items() if value is not None}
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    if node.target in ELEMENTWISE:
+        return _elementwise(program, node, args, kwargs)
+    handler: Callable[..., Any] | None = (views.VIEWS | reductions.REDUCTIONS | products.PRODUCTS).get(node.target)
+    if handler is None:
+        raise Refused(f"calls {node.target}, which this generator does not know")
+    return handler(program, node.meta["val"], *args, **kwargs)
+
+
+def _elementwise(program: Program, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+    rule = ELEMENTWISE[node.target]
+    dtype = node.meta["val"].dtype
+    if dtype not in (*FLOATS, torch.bool):
+        raise Refused(f"computes in {dtype}")
+    operands = [i for i, arg in enumerate(args) if _is_operand(arg)]
+    values = dict(zip(operands, broadcast(program.axes, [_as_value(program, args[i]) for i in operands]), strict=True))
+    first = values[operands[0]]
+    if node.target in DIVISIONS and _is_shared(values[1]):
+        kwargs["shared"] = True
+    out = np.empty(first.elements.shape, dtype=object)
+    for index in np.ndindex(out.shape):
+        given = (values[i].elements[index] if i in values else arg for i, arg in enumerate(args))
+        out[index] = rule(program.builder, dtype, *given, **kwargs)
+    return Value(first.dims, out, dtype)
+
+
+def _is_shared(divisors: Value) -> bool:
+    """Whether several quotients have the same divisor: it is then inverted once."""
+    items = divisors.items()
+    one_a_row = any(WIDE in factors for factors in divisors.dims) and not any(item.wide for item in items)
+    return one_a_row or len(set(items)) < len(items)
+
+
+def _is_operand(arg: Any) -> bool:
+    return isinstance(arg, (Value, int, float)) and not isinstance(arg, bool)
+
+
+def _as_value(program: Program, arg: Any) -> Value:
+    if isinstance(arg, Value):
+        return arg
+    if not isinstance(arg, (int, float)):
+        raise Refused("computes with a size that is not fixed")
+    constant: Expr = program.builder.const(float(arg))
+    return Value((), np.array(constant, dtype=object).reshape(()), torch.float32)

@@ -1,0 +1,90 @@
+"""seam: the mHC boundary as a case to measure: plain function, inputs at released widths, captured body, fp64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule, Interpreter, Node
+
+from v41.model_def.mhc import Mix, boundary
+from v41.model_def.norm import RMSNorm, rms_norm
+
+STREAMS, WIDTH, ITERS, EPS, NORM_EPS = 4, 5120, 20, 1e-6, 1e-20
+ROW_INPUTS = 5  # of the arguments of `plain`, the first are per row
+
+
+def plain(
+    X: Tensor, y: Tensor, C: Tensor, B: Tensor, A: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor
+) -> tuple[Tensor, ...]:
+    """model_def's boundary as a function of tensors."""
+
+    def normalise(x: Tensor) -> Tensor:
+        return rms_norm(x, norm, NORM_EPS)
+
+    return boundary(X, y, C, B, A, Mix(fn, base, scale, cast(RMSNorm, normalise), ITERS, EPS, NORM_EPS))
+
+
+def inputs(rows: int, device: str, seed: int = 0, width: int = WIDTH) -> tuple[Tensor, ...]:
+    """Random arguments of `plain`, at the scales a model has."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    S, n = STREAMS, STREAMS * (STREAMS + 2)
+    comb = torch.softmax(normal(rows, S, S), -1)
+    return (
+        normal(rows, S, width).bfloat16(), normal(rows, width).bfloat16(), 2 * normal(rows, S).sigmoid(), comb,
+        normal(rows, S).sigmoid(), normal(n, S * width) / (S * width) ** 0.5, normal(n), 1 + 0.1 * normal(3),
+        (1 + 0.1 * normal(width)).bfloat16(),
+    )  # fmt: skip
+
+
+class _Plain(torch.nn.Module):
+    def forward(
+        self, X: Tensor, y: Tensor, C: Tensor, B: Tensor, A: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor
+    ) -> tuple[Tensor, ...]:
+        return plain(X, y, C, B, A, fn, base, scale, norm)
+
+
+def capture(width: int = WIDTH) -> GraphModule:
+    """The functional, decomposed ATen graph of `plain`, its rows symbolic."""
+    arguments = inputs(7, "cpu", width=width)
+    rows = torch.export.Dim("rows", min=2)
+    dynamic = tuple({0: rows} if i < ROW_INPUTS else None for i in range(len(arguments)))
+    program = torch.export.export(_Plain(), arguments, dynamic_shapes=dynamic)
+    return program.run_decompositions(select_decomp_table()).graph_module
+
+
+class InDouble(Interpreter):
+    """Runs a body with fp64 wherever it says fp32. Its roundings to bf16 stay."""
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        wide = isinstance(result, Tensor) and result.dtype == torch.float32
+        return result.double() if wide else result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.prims.convert_element_type.default and args[1] == torch.float32:
+            return args[0].double()
+        if kwargs.get("dtype") == torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return super().call_function(target, args, kwargs)
+
+
+def oracle(body: GraphModule, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The body's outputs, computed in fp64."""
+    wide = [arg.double() if isinstance(arg, Tensor) and arg.dtype == torch.float32 else arg for arg in arguments]
+    return tuple(InDouble(body).run(*wide))
+
+
+def errors(results: Sequence[Tensor], truth: Sequence[Tensor]) -> list[float]:
+    """RMS error of each output over the RMS of its true value."""
+    return [
+        ((result.double() - true.double()).square().mean().sqrt() / true.double().square().mean().sqrt()).item()
+        for result, true in zip(results, truth, strict=True)
+    ]

@@ -1,0 +1,80 @@
+"""timing: what one call costs on a GPU, without launch latency, with cold weights; and which kernels it launches.
+
+Many calls go into one CUDA graph, each on the next of several sets of inputs, together larger than the L2 cache; the graph is replayed
+and the median divided by the calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+L2_BYTES = 60 << 20
+REPLAYS = 40
+
+
+def sets_needed(bytes_a_call: int) -> int:
+    """How many sets of inputs together exceed twice the L2 cache."""
+    return max(2, -(-2 * L2_BYTES // bytes_a_call))
+
+
+def microseconds(call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], calls: int | None = None) -> float:
+    """Median time of one call, the inputs taken in turn."""
+    calls = calls or max(len(inputs), 16 if len(inputs) > 8 else 4)
+    for args in inputs[:2]:
+        call(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(*inputs[i % len(inputs)])
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    del graph
+    return statistics.median(times)
+
+
+def launches(call: Callable[[], Any], generated: str) -> dict[str, dict[str, float]]:
+    """Kernels and their µs in one call, by origin: generated (their names begin so), inductor, library."""
+    call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    split: dict[str, dict[str, float]] = defaultdict(lambda: {"launches": 0, "us": 0.0})
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.name != "Command Buffer Full":
+            known = "generated" if event.name.startswith(generated) else "inductor" if event.name.startswith("triton_") else "library"
+            split[known]["launches"] += 1
+            split[known]["us"] += event.self_device_time_total
+    return dict(split)
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, device, versions and date."""
+    import triton
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "commit": commit or None,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
