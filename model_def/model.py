@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +47,12 @@ class V41ForCausalLM(nn.Module):
             self.register_buffer(name, freqs, persistent=False)
 
     @classmethod
-    def from_checkpoint(cls, folder: str | Path, device: torch.device | str = "cpu") -> V41ForCausalLM:
-        """The model a released folder holds: config.json and safetensors."""
+    def from_checkpoint(
+        cls, folder: str | Path, device: torch.device | str = "cpu", **changes: Any
+    ) -> V41ForCausalLM:
+        """The model a released folder holds: config.json and safetensors. `changes` replace fields of its config."""
         with torch.device("meta"):
-            model = cls(V41Config.from_json(folder))
+            model = cls(V41Config.from_json(folder).replace(**changes))
         load_checkpoint(model, folder, device)
         return model
 
