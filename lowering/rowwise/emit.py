@@ -350,7 +350,7 @@ class Emitter:
         assert source is not None
         name, w = f"{group.name}_part", self.names.new(f"{source.name}_tile")
         inside = f"{group.name}_inside" + (" & columns" if masked else "")
-        address = f"{source.name}_ptr + tl.minimum({group.name}_slot, {weights.outputs - 1}) * {weights.stride} + {weights.offsets[s]} + {_times("cols", weights.column)}"
+        address = f"{source.name}_ptr + tl.minimum({group.name}_slot, {weights.outputs - 1}) * {weights.stride} + {weights.offsets[s]} + {_times('cols', weights.column)}"
         guard = ", mask=columns, other=0.0" if masked else ""
         self.say(f"{w} = tl.where({inside}, tl.load({address}{guard}), 0.0)")
         row = f"tl.broadcast_to({self.names[x]}, [ROWS, {self.block}])"
