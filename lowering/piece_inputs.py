@@ -22,9 +22,11 @@ Size = int | SymInt
 def checker(piece: str, names: Sequence[str], metas: Sequence[object]) -> Callable[[Sequence[object]], None]:
     """A function over the piece's inputs that raises PieceInputMismatch, naming `piece` and the input, or returns."""
     known = _bindings(metas)
-    lines = ["def check(args):"]
+    lines = ["def check(args):", f"    if len(args) != {len(metas)}:", "        miscounted(piece, args, names)"]
     lines += [f"    {symbol} = args[{index}]{axis}" for symbol, (index, axis) in known.items()]
-    facts: dict[str, object] = {"refuse": _refuse, "same_strides": same_strides, "piece": piece}
+    facts: dict[str, object] = {
+        "refuse": _refuse, "miscounted": _miscounted, "same_strides": same_strides, "piece": piece, "names": tuple(names),
+    }  # fmt: skip
     for index, (name, meta) in enumerate(zip(names, metas, strict=True)):
         if not isinstance(meta, Tensor):
             continue
@@ -63,6 +65,10 @@ def _tuple(sizes: Sequence[Size], known: dict[str, tuple[int, str]], got: str) -
 def same_strides(shape: Sequence[int], found: Sequence[int], expected: Sequence[int]) -> bool:
     """Whether two strides of one shape address the same elements."""
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, found, expected, strict=True))
+
+
+def _miscounted(piece: str, args: Sequence[object], names: tuple[str, ...]) -> None:
+    raise PieceInputMismatch(piece, found=f"{len(args)} inputs", expected=f"{len(names)}: {', '.join(names)}")
 
 
 def _refuse(

@@ -44,7 +44,7 @@ class GradientsRequested(V41Error):
 class PieceInputMismatch(V41Error):
     """facts: found, expected."""
 
-    found = "a compiled piece was given a tensor it was not compiled for: {found}"
+    found = "a compiled piece was given what it was not compiled for: {found}"
     fix = "the piece takes {expected}: hand it what the traced graph produces there, or compile it again"
 
 
