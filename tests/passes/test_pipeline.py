@@ -1,0 +1,122 @@
+"""The driver: runs passes in order, undoes and names one that fails, goes on without it and those that need it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from tests.strategies.tracing import trace
+from v41.passes.pipeline import CUT_AT, PIPELINE, Pass, copy_of, run_pipeline
+from v41.passes.structure import structure_key
+from v41.passes.verify import RULES
+from v41.regions import outline, regions
+from v41.report import Decision, applied
+
+aten = torch.ops.aten
+
+
+def program() -> GraphModule:
+    def step(x: Tensor) -> Tensor:
+        return (x * 2).relu() + 1
+
+    return trace(step, torch.randn(3, 4))
+
+
+def outline_relu(gm: GraphModule, kind: str = "relu") -> list[Decision]:
+    found = [node for node in gm.graph.nodes if node.target is aten.relu.default]
+    return [applied(outline(gm, [node], kind=kind)) for node in found]
+
+
+def find_nothing(gm: GraphModule) -> list[Decision]:
+    return []
+
+
+def raise_in_the_middle(gm: GraphModule) -> list[Decision]:
+    outline_relu(gm)
+    raise KeyError("missing")
+
+
+def lie(gm: GraphModule) -> list[Decision]:
+    node = next(node for node in gm.graph.nodes if node.target is aten.mul.Tensor)
+    node.target = aten.add.Tensor
+    node.meta["val"] = node.meta["val"].double()
+    return []
+
+
+def test_a_pass_runs_with_its_settings_and_is_counted() -> None:
+    gm, (run,) = run_pipeline(program(), [Pass(outline_relu, settings={"kind": "soft"})], check=True)
+    assert [node.name for node in regions(gm, "soft")]
+    assert (run.name, run.applied, run.refused, run.failure, run.warning) == ("outline_relu", 1, 0, None, None)
+    assert run.nodes_after == run.nodes_before + 2  # call, body reference and getitem for one node
+    assert run.milliseconds > 0
+
+
+@pytest.mark.parametrize("broken", [raise_in_the_middle, lie])
+def test_a_pass_that_fails_is_undone_and_named(broken: object) -> None:
+    gm = program()
+    key = structure_key(gm)
+    passes = [Pass(broken), Pass(outline_relu, needs=(broken,)), Pass(find_nothing)]  # type: ignore[arg-type]
+    after, (failed, dependent, other) = run_pipeline(gm, passes, check=True)
+    assert structure_key(after) == key
+    assert failed.failure is not None and failed.failure.startswith(("KeyError", "InvariantBroken"))
+    assert dependent.failure == f"needs {failed.name}, which is off"
+    assert other.failure is None
+    after.recompile()
+    x = torch.randn(5, 4)
+    inputs = [x if isinstance(n.meta["val"], Tensor) else 5 for n in after.graph.nodes if n.op == "placeholder"]
+    assert torch.equal(after(*inputs)[0], (x * 2).relu() + 1)
+
+
+def test_the_error_of_a_broken_invariant_names_the_node() -> None:
+    _, (run,) = run_pipeline(program(), [Pass(lie)], check=True)
+    assert run.failure is not None and "has the meta that a fresh propagation finds; mul" in run.failure
+
+
+def test_a_pass_switched_off_by_torch_is_off_for_those_that_need_it() -> None:
+    passes = [Pass(outline_relu), Pass(find_nothing, needs=(outline_relu,))]
+    with torch._inductor.config.patch(disabled_passes="outline_relu"):
+        gm, (off, dependent) = run_pipeline(program(), passes)
+    assert not list(regions(gm))
+    assert off.failure is not None and "switched off" in off.failure
+    assert dependent.failure == "needs outline_relu, which is off"
+
+
+def test_a_pass_without_sites_is_worth_a_warning_only_beside_one_that_found_some() -> None:
+    _, (_, silent) = run_pipeline(
+        program(), [Pass(outline_relu, expects="relu"), Pass(find_nothing, expects="mHC boundary")]
+    )
+    assert silent.warning == "no mHC boundary found"
+    _, (alone,) = run_pipeline(program(), [Pass(find_nothing, expects="mHC boundary")])
+    assert alone.warning is None
+
+
+def test_programs_are_kept_on_demand() -> None:
+    _, (run,) = run_pipeline(program(), [Pass(outline_relu)], programs=True)
+    assert run.program is not None and "relu_0" in run.program
+    _, (run,) = run_pipeline(program(), [Pass(outline_relu)])
+    assert run.program is None
+
+
+def test_a_copy_is_reached_by_no_edit() -> None:
+    gm = program()
+    outline_relu(gm)
+    copy, key = copy_of(gm), structure_key(gm)
+    assert structure_key(copy) == key
+    (call,) = regions(gm)
+    body = gm.get_submodule(str(call.args[0].target))  # type: ignore[union-attr]
+    next(node for node in body.graph.nodes if node.op == "call_function").target = aten.neg.default
+    assert structure_key(copy) == key != structure_key(gm)
+    assert [node.name for node in regions(copy, "relu")]
+
+
+def test_the_order_holds_what_it_needs() -> None:
+    """Every pass comes once, after what it needs; what it may break are rules; names say what a pass does."""
+    done: list[object] = []
+    for each in PIPELINE:
+        assert each.run not in done and set(each.needs) <= set(done)
+        assert set(each.breaks) <= dict(RULES).keys()
+        assert each.run.__module__ == f"v41.passes.{each.name}"
+        done.append(each.run)
+    assert all(isinstance(kind, str) for kind in CUT_AT)
