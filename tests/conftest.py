@@ -1,4 +1,4 @@
-"""What every test gets: one thread, and a compiler without memory of other files."""
+"""What every test gets: one thread, a compiler without memory of other files, and the golden data where it asks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compil
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.golden_data import golden as golden
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -67,7 +67,7 @@ def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
     """Everything but the printing."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = arguments.checkpoint or f"preset {preset(arguments)}"
-    model = build_model(arguments, seed=0).to(device).eval()
+    model = build_model(arguments, seed=0, device=device)
     config = model.config
     prompts = [encode(text) for text in arguments.prompt or packaged_prompts()]
     compiled = torch.compile(model, backend="v41", options={"codegen": arguments.codegen})
@@ -83,19 +83,18 @@ def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
         made = generate(compiled, config, prompts, **settings, progress=advancing("compile, read and write"))
         for seed in range(arguments.seeds if arguments.compare_eager else 0):
             if seed and not arguments.checkpoint:
-                model.load_state_dict(build_model(arguments, seed).state_dict())
+                model.load_state_dict(build_model(arguments, seed, device).state_dict())
             tick = advancing(f"compare with eager, seed {seed}")
             agreements[seed] = compare(model, compiled, prompts, seed, settings, tick)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Outcome(source, config, device, parameters, prompts, made, agreements, reports)
 
 
-def build_model(arguments: Namespace, seed: int) -> V41ForCausalLM:
+def build_model(arguments: Namespace, seed: int, device: str) -> V41ForCausalLM:
     """The plain model, its weights from the checkpoint, or random ones that only `seed` decides."""
     if arguments.checkpoint:
-        return V41ForCausalLM.from_checkpoint(arguments.checkpoint)
-    torch.manual_seed(seed)
-    return V41ForCausalLM(V41Config.preset(preset(arguments)))
+        return V41ForCausalLM.from_checkpoint(arguments.checkpoint, device)
+    return V41ForCausalLM.random(V41Config.preset(preset(arguments)), seed, device)
 
 
 def preset(arguments: Namespace) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.golden_data import Golden
 from v41.model_def.batch import Batch
 from v41.model_def.cache import Cache
 from v41.tools.cli import main
@@ -63,7 +64,7 @@ def test_json_is_all_that_stdout_has(compiled_as, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("arguments", "found"),
-    [(["--preset", "huge"], "huge"), (["--checkpoint", "nowhere"], "nowhere"), (["--codegen", "none"], "codegen"),
+    [(["--preset", "huge"], "huge"), (["--codegen", "none"], "codegen"),
      (["--tokens", "0"], "--tokens"), (["--preset", "tiny", "--checkpoint", "x"], "not allowed")],
 )  # fmt: skip
 def test_what_is_refused_is_explained(arguments: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,3 +80,12 @@ def test_what_is_refused_is_explained(arguments: list[str], found: str, capsys: 
 def test_help_comes_without_torch() -> None:
     code = "import sys; from v41.tools.cli import parser; parser().format_help(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_checkpoint_is_read(golden: Golden, compiled_as, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled_as(lambda model: model)
+    assert main([*COMPARE, "--tokens", "4", "--checkpoint", str(golden.folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["layers"] == golden.config.num_hidden_layers and facts["model"] == str(golden.folder)
+    first, second = facts["agreement"].values()
+    assert first["median_gap"] != second["median_gap"]  # one model, other tokens
