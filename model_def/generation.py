@@ -1,0 +1,100 @@
+"""Generation: many requests in ragged steps, prompts read in chunks, then one token at a time.
+
+    step   [request 0: next chunk of its prompt] [request 1: the token it chose last] ...  ->  forward  ->  choose
+
+A request waits for a free cache slot and gives it back when its tokens are all there. One whose tokens are known before
+is read in the same steps and chooses nothing: teacher forcing. `forward` is the model, eager or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from v41.model_def.batch import Batch, Chunk, build_batch
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+
+Forward = Callable[[Batch, Cache], Tensor]
+Choose = Callable[[Tensor], Tensor]  # logits [n, vocabulary] -> token ids [n]
+
+
+@dataclass
+class Request:
+    """`ids` are read, the first `prompt` in chunks, then one a step, and chosen until there are `length` of them."""
+
+    ids: list[int]
+    prompt: int
+    length: int
+    done: int = field(default=0, init=False)  # so many are in the cache; the last of all is never read
+
+    @classmethod
+    def to_write(cls, prompt: Sequence[int], tokens: int) -> Request:
+        """Continues `prompt` by so many tokens."""
+        return cls(list(prompt), len(prompt), len(prompt) + tokens)
+
+    @classmethod
+    def forced(cls, ids: Sequence[int], prompt: int) -> Request:
+        """Reads `ids` as if those behind `prompt` were being chosen."""
+        return cls(list(ids), prompt, len(ids))
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.length - 1 and len(self.ids) >= self.length
+
+    def next_chunk(self, slot: int, rows: int) -> Chunk:
+        """At most `rows` of the prompt, or the one token behind it."""
+        stop = min(self.prompt, self.done + rows) if self.done < self.prompt else self.done + 1
+        return Chunk(self.ids, self.done, slot, stop)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One step: which requests took part, with how much, and the logits behind the last row of each."""
+
+    requests: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    logits: Tensor  # [requests, vocabulary]
+    tokens: dict[int, int]  # request -> what it chose; those that are still reading chose nothing
+
+
+def greedy(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def sampling(temperature: float, generator: torch.Generator) -> Choose:
+    """Draws from softmax(logits / temperature)."""
+    return lambda logits: (logits / temperature).softmax(-1).multinomial(1, generator=generator).squeeze(-1)
+
+
+@torch.no_grad()
+def generate(
+    forward: Forward,
+    config: V41Config,
+    cache: Cache,
+    requests: Sequence[Request],
+    *,
+    chunk: int,
+    choose: Choose = greedy,
+) -> Iterator[Generated]:
+    """Steps until every request is finished. A prompt is read `chunk` rows at a time; `requests` grow in place."""
+    waiting, slots = list(range(len(requests))), dict[int, int]()  # request -> slot
+    while True:
+        slots = {i: slot for i, slot in slots.items() if not requests[i].finished}
+        waiting = [i for i in waiting if i not in slots and not requests[i].finished]
+        free = [slot for slot in range(cache.slots) if slot not in slots.values()]
+        slots |= zip(waiting, free, strict=False)
+        if not slots:
+            return
+        chunks = tuple(requests[i].next_chunk(slot, chunk) for i, slot in slots.items())
+        logits = forward(build_batch(config, cache, chunks), cache)
+        tokens: dict[int, int] = {}
+        for i, part, token in zip(slots, chunks, choose(logits).tolist(), strict=True):
+            requests[i].done = part.end
+            if part.end == len(requests[i].ids) < requests[i].length:
+                requests[i].ids.append(token)
+                tokens[i] = token
+        yield Generated(tuple(slots), chunks, logits, tokens)

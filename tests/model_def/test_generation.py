@@ -1,0 +1,83 @@
+"""Requests of any lengths share steps and slots; every token is read once; forced ones see the same logits again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from v41.model_def.batch import Batch
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+from v41.model_def.errors import ChunkLongerThanSlot, ChunkOutOfTokens
+from v41.model_def.generation import Request, generate, greedy, sampling
+from v41.model_def.model import V41ForCausalLM
+
+TINY = V41Config.preset("tiny")
+prompts = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=30), min_size=0, max_size=5)
+
+
+class CountsUp:
+    """Stands in for a model: the token after t is t + 1. Remembers (slot, position, token) of all rows."""
+
+    def __init__(self) -> None:
+        self.read: list[list[tuple[int, int, int]]] = []
+
+    def __call__(self, batch: Batch, cache: Cache) -> Tensor:
+        columns = (batch.slots.tolist(), batch.positions.tolist(), batch.tokens.tolist())
+        self.read.append(list(zip(*columns, strict=True)))
+        return torch.eye(TINY.vocab_size)[batch.tokens[batch.logit_rows] + 1]
+
+
+@given(prompts, st.integers(1, 5), st.integers(1, 20), st.integers(1, 3))
+def test_every_token_is_read_once(given: list[list[int]], tokens: int, chunk: int, slots: int) -> None:
+    model, cache = CountsUp(), Cache.zeros(TINY, slots, 64)
+    requests = [Request.to_write(prompt, tokens) for prompt in given]
+    read: dict[int, list[int]] = {i: [] for i in range(len(given))}
+    for step in generate(model, TINY, cache, requests, chunk=chunk):
+        assert len(step.requests) == len(set(step.requests)) <= slots and len(step.logits) == len(step.chunks)
+        for i, part in zip(step.requests, step.chunks, strict=True):
+            assert part.start == len(read[i]) and 1 <= part.rows <= (chunk if part.start < len(given[i]) else 1)
+            read[i] += part.ids[part.start : part.end]
+        assert {token for _, _, token in model.read[-1]} <= {t for ids in read.values() for t in ids}
+    for i, prompt in enumerate(given):
+        assert requests[i].ids == [*prompt, *(prompt[-1] + 1 + n for n in range(tokens))]
+        assert read[i] == requests[i].ids[:-1]
+
+
+def test_a_slot_is_given_on() -> None:
+    model = CountsUp()
+    requests = [Request.to_write([10 * i], 3) for i in range(4)]
+    steps = list(generate(model, TINY, Cache.zeros(TINY, 2, 64), requests, chunk=8))
+    assert [step.requests for step in steps] == [(0, 1)] * 3 + [(2, 3)] * 3
+    assert steps[0].tokens == {0: 1, 1: 11} and all(len(step.tokens) == 2 for step in steps)
+
+
+def test_forced_requests_see_the_same_logits() -> None:
+    model = V41ForCausalLM.random(TINY, seed=1)
+    written = [Request.to_write(prompt, 4) for prompt in ([7], list(range(40)), [5, 6, 7])]
+    first = list(generate(model, TINY, Cache.zeros(TINY, 3, 64), written, chunk=16))
+    forced = [Request.forced(request.ids, request.prompt) for request in written]
+    again = list(generate(model, TINY, Cache.zeros(TINY, 3, 64), forced, chunk=16))
+    assert [step.chunks for step in first] == [step.chunks for step in again]
+    assert all(torch.equal(a.logits, b.logits) and not b.tokens for a, b in zip(first, again, strict=True))
+    assert [len(request.ids) for request in written] == [5, 44, 7]
+
+
+def test_greedy_takes_the_largest_and_sampling_follows_the_temperature() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]]).expand(4000, 3)
+    assert greedy(logits).eq(1).all()
+    cold = sampling(1e-3, torch.Generator().manual_seed(0))(logits)
+    warm = sampling(2.0, torch.Generator().manual_seed(0))(logits)
+    assert cold.eq(1).all()
+    assert torch.allclose(warm.bincount(minlength=3) / 4000, (logits[0] / 2).softmax(-1), atol=0.03)
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    cache = Cache.zeros(TINY, 1, 8)
+    with pytest.raises(ChunkLongerThanSlot):
+        list(generate(CountsUp(), TINY, cache, [Request.to_write([1] * 8, 4)], chunk=8))
+    with pytest.raises(ChunkOutOfTokens):
+        list(generate(CountsUp(), TINY, cache, [Request.to_write([], 4)], chunk=8))
