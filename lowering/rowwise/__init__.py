@@ -53,7 +53,7 @@ def generate(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> Ge
         [(tile.dtype, program.axes.width) for tile in phases.scratch],
         emitter.partial_width,
         emitter.total_width,
-        emitter.chunks,
+        (emitter.runs, emitter.run),
         program.axes.width,
-        schedules(emitter.chunks, program.axes.width),
+        schedules(emitter.runs, emitter.run, program.axes.width),
     )

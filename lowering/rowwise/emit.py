@@ -2,12 +2,13 @@
 
     program (tile, part)      ROWS rows, GROUP chunks of BLOCK columns
       numbers of phase 0      loads that have no column
-      for each chunk          tiles of phase 0; results and spills stored; totals into `sums`, chunk after chunk
-      if PARTS > 1            each chunk's totals to `partials`; the program that arrives last adds them in the same order
-      last:                   numbers of phase 1, pass over all columns, numbers of phase 2, ...
+      for each chunk          tiles of phase 0; results and spills stored; totals of the chunk, or of a run, to `partials`
+      last to arrive          the totals of the row out of `partials`
+                              numbers of phase 1, pass over all columns, numbers of phase 2, ...
 
 Totals are bitwise the same for every ROWS, GROUP and number of programs: a chunk is always BLOCK columns, folded in pairs
-(`fold_columns`) or by tensor cores with k ascending, and chunks are added one after the other.
+(`fold_last`) or by tensor cores with k ascending; a run of RUN chunks is added one after the other; runs are folded in pairs.
+Who adds a run may differ: a program that has all of its chunks (WHOLE), or the last to arrive.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from v41.lowering.rowwise.names import TRITON, Names, constant
 from v41.lowering.rowwise.phases import Phase, Phases, Place
 from v41.lowering.rowwise.read import Tensor
 from v41.lowering.rowwise.roll import Loop, roll
+from v41.lowering.rowwise.schedule import runs
 from v41.lowering.rowwise.sums import Sums, group_sums
 
 PRELUDE = '''import triton
@@ -30,10 +32,10 @@ import triton.language as tl
 
 
 @triton.jit
-def fold_columns(x, OP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """[ROWS, BLOCK] to [ROWS, 1]: neighbours in pairs, the pairs in pairs, in whatever threads they lie."""
+def fold_last(x, OP: tl.constexpr, A: tl.constexpr, B: tl.constexpr, LEVELS: tl.constexpr):
+    """[A, B] to [A, 1]: neighbours in pairs, the pairs in pairs, in whatever threads they lie."""
     for level in tl.static_range(LEVELS):
-        x = tl.reshape(x, [ROWS, BLOCK >> (level + 1), 2])
+        x = tl.reshape(x, [A, B >> (level + 1), 2])
         if OP == 0:
             x = tl.sum(x, 2)
         elif OP == 1:
@@ -44,6 +46,23 @@ def fold_columns(x, OP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, L
 
 
 @triton.jit
+def row_totals(home, index, OP: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
+               LEVELS: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+    """[WIDTH, ROWS] totals of a row from those of its chunks, or (STEPS 1) of its runs."""
+    run = tl.arange(0, RUNS)[None, :]
+    x = tl.full([WIDTH * ROWS, RUNS], START, tl.float32)
+    for step in tl.static_range(STEPS):
+        part = tl.load(home + (run * STEPS + step) * STRIDE + index, cache_modifier=".cg")
+        if OP == 0:
+            x = x + part
+        elif OP == 1:
+            x = maximum_or_nan(x, part)
+        else:
+            x = minimum_or_nan(x, part)
+    return tl.reshape(fold_last(x, OP, WIDTH * ROWS, RUNS, LEVELS), [WIDTH, ROWS])
+
+
+@triton.jit
 def first_of(a, b):
     return a
 
@@ -51,17 +70,20 @@ def first_of(a, b):
 @triton.jit
 def settle(x):
     """`x` [n, 1] itself, behind an op that Triton moves no layout conversion across: without it, tiles that a product reads are
-    computed twice, once in the layout of the product's operand and there by every warp."""
-    return tl.reduce(x, 1, first_of, keep_dims=True)
+    computed twice, once in the layout of the product's operand and there by every warp. A single number becomes a scalar."""
+    if x.shape[0] == 1:
+        return tl.reduce(tl.reshape(x, [1]), 0, first_of)
+    else:
+        return tl.reduce(x, 1, first_of, keep_dims=True)
 
 
 @triton.jit
-def pick(sums, slots, home, lane, SLOT: tl.constexpr, ROWS: tl.constexpr):
-    """Slot SLOT of [slots, ROWS] totals as [ROWS, 1]: out of registers for one row, else through `home`, where they were put."""
+def pick(home, lane, SLOT: tl.constexpr, ROWS: tl.constexpr):
+    """Total number SLOT of every row, out of the memory where this program put them."""
     if ROWS == 1:
-        return tl.sum(tl.where(slots == SLOT, sums, 0.0), 0)[:, None]
+        return tl.load(home + SLOT)
     else:
-        return tl.load(home + SLOT * ROWS + lane, cache_modifier=".cg")
+        return tl.load(home + SLOT * ROWS + lane)
 
 
 @triton.jit
@@ -82,7 +104,8 @@ class Emitter:
     def __init__(self, phases: Phases, block: int) -> None:
         self.phases, self.program, self.block = phases, phases.program, block
         self.width = self.program.axes.width
-        self.chunks = -(-self.width // block) if self.width else 1
+        self.runs, self.run = runs(-(-self.width // block))
+        self.chunks = self.runs * self.run
         self.names = Names()
         self.lines: list[str] = []
         self._sections: dict[Expr, int] = {}
@@ -90,7 +113,7 @@ class Emitter:
         self.sums: list[list[Sums]] = [group_sums(phase.sums, i) for i, phase in enumerate(phases.list)]
         self.partial_width = sum(group.width for group in self.sums[0])
         self.total_width = sum(group.width for groups in self.sums for group in groups)
-        self.masked = bool(self.width % block) if self.width else False
+        self.masked = self.width != self.chunks * block
 
     # ---- text
 
@@ -102,7 +125,7 @@ class Emitter:
         pointers = [f"{tensor.name}_ptr" for tensor in [*filter(None, self.program.inputs), *self._outputs()]]
         scratch = [f"scratch_{slot}_ptr" for slot in range(len(self.phases.scratch))]
         arguments = ", ".join([*pointers, *scratch, "partials", "totals", "counters", "T"])
-        tuned = "ROWS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr"
+        tuned = "ROWS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr"
         self.lines = ["@triton.jit(do_not_specialize=[\"T\"])", f"def {name}({arguments},", f"{' ' * 8}{tuned}):"]
         self.say("tile = tl.program_id(0)", "part = tl.program_id(1)", "lane = tl.arange(0, ROWS)[:, None]",
                  "row = (tile * ROWS + lane).to(tl.int64)", "live = row < T", "across = tl.arange(0, ROWS)[None, :]")  # fmt: skip
@@ -129,39 +152,49 @@ class Emitter:
         if early:
             self.say("if PARTS > 1:  # asked for now, used by the last program")
             self.say(*(f"    {self.names[expr]} = {self._text(expr)}" for expr in early))
-        self._start_sums(0)
-        self.say("for step in tl.range(GROUP, num_stages=STAGES):")
+        self.say(f"WHOLE: tl.constexpr = GROUP % {self.run} == 0  # runs are not shared with other programs",
+                 f"SPAN: tl.constexpr = {self.run} if WHOLE else GROUP", "for outer in range(GROUP // SPAN):")  # fmt: skip
         self.indent += 1
-        self.say("chunk = part * GROUP + step", f"cols = chunk * {self.block} + tl.arange(0, {self.block})[None, :]")
+        self._start_sums(0)
+        self.say("for inner in tl.range(SPAN, num_stages=STAGES):")
+        self.indent += 1
+        self.say("chunk = part * GROUP + outer * SPAN + inner", f"cols = chunk * {self.block} + tl.arange(0, {self.block})[None, :]")
         if self.masked:
             self.say(f"columns = cols < {self.width}")
         self._pass(0, phase, self.masked)
-        if self.sums[0]:
-            self.say("if PARTS > 1:")
-            offset = 0
-            for group in self.sums[0]:
-                self.say(f"    tl.store(partials + {self._partial(group, offset)}, {group.name}_part)")
-                offset += group.width
-            self.say("else:")
-            for group in self.sums[0]:
-                self.say(f"    {group.name} = {group.add(group.name, f'{group.name}_part')}")
+        for group, offset in self._offsets():
+            self.say("if WHOLE:", f"    {group.name} = {group.add(group.name, f'{group.name}_part')}", "else:",
+                     f"    {self._keep(group, offset, 'chunk', f'{group.name}_part')}")  # fmt: skip
+        self.indent -= 1
+        for group, offset in self._offsets():
+            kept = self._keep(group, offset, f"(part * (GROUP // {self.run}) + outer)", group.name)
+            self.say("if WHOLE:", f"    {kept}")
         self.indent -= 1
 
-    def _partial(self, group: Sums, offset: int) -> str:
-        """Offset of a chunk's totals: [tile, chunk, group, slot, row of the tile]."""
-        return f"(tile * {self.chunks} + chunk) * (ROWS * {self.partial_width}) + ROWS * ({offset} + {group.name}_slot) + across"
+    def _offsets(self) -> list[tuple[Sums, int]]:
+        """The vectors of phase 0's totals, each with where it begins among them."""
+        groups = self.sums[0]
+        return [(group, sum(other.width for other in groups[:i])) for i, group in enumerate(groups)]
+
+    def _keep(self, group: Sums, offset: int, index: str, value: str) -> str:
+        """Stores totals number `index` of the tile's rows: [tile, index, vector, slot, row of the tile]."""
+        home = f"partials + (tile * {self.chunks} + {index}) * (ROWS * {self.partial_width})"
+        return f"tl.store({home} + ROWS * ({offset} + {group.name}_slot) + across, {value})"
 
     def _rest(self) -> None:
         self.say("last = part == PARTS - 1")
         if self.sums[0]:
-            self.say("if PARTS > 1:", "    tl.debug_barrier()",
+            self.say("tl.debug_barrier()  # what other threads stored is read below", "if PARTS > 1:",
                      "    arrived = tl.atomic_add(counters + tile, 1, sem=\"acq_rel\")", "    last = arrived == PARTS - 1")  # fmt: skip
         self.say("if last:")
         self.indent += 1
         if self.sums[0]:
-            self._gather_partials()
-        if any(phase.reloads for phase in self.phases.list[1:]):
-            self.say("if PARTS == 1:", "    tl.debug_barrier()  # what other threads spilled is read below")
+            self.say("if PARTS > 1:", "    tl.store(counters + tile, 0)", f"STEPS: tl.constexpr = 1 if WHOLE else {self.run}")
+        for group, offset in self._offsets():
+            home = f"partials + tile * {self.chunks} * (ROWS * {self.partial_width}) + ROWS * {offset}"
+            self.say(f"{group.name} = row_totals({home}, tl.arange(0, ROWS * {group.width})[:, None], {FOLD[group.op]}, "
+                     f"{constant(group.start)}, {group.width}, ROWS, {self.runs}, {self.runs.bit_length() - 1}, STEPS, "
+                     f"ROWS * {self.partial_width})")  # fmt: skip
         for index in range(max(len(self.phases.list), 2) if self.width else 1):
             self._later(index)
         self.say("pass")
@@ -210,16 +243,6 @@ class Emitter:
                     at = self._sections.get(expr, first)
                     self._sections[arg] = min(self._sections.get(arg, at), at)
 
-    def _gather_partials(self) -> None:
-        """Adds the chunks' totals in order. BATCH loads are under way at a time."""
-        self.say("if PARTS > 1:", "    tl.store(counters + tile, 0)", f"    for first in range(0, {self.chunks}, BATCH):",
-                 "        for ahead in tl.static_range(BATCH):", "            chunk = first + ahead")  # fmt: skip
-        offset = 0
-        for group in self.sums[0]:
-            read = f"tl.load(partials + {self._partial(group, offset)}, cache_modifier=\".cg\")"
-            self.say(f"            {group.name} = {group.add(group.name, read)}")
-            offset += group.width
-
     def _later_pass(self, index: int) -> None:
         block = str(self.block) if self.sums[index] else "TAIL"
         self._start_sums(index)
@@ -259,18 +282,17 @@ class Emitter:
         groups = self.sums[index - 1] if index else []
         if not groups:
             return
-        self.say("if ROWS > 1:")
         for group in groups:
             home = f"totals + (tile * {self.total_width} + {self._home(group)}) * ROWS"
-            self.say(f"    tl.store({home} + {group.name}_slot * ROWS + across, {group.name})")
-        self.say("    tl.debug_barrier()")
+            self.say(f"tl.store({home} + {group.name}_slot * ROWS + across, {group.name})")
+        self.say("tl.debug_barrier()")
         for group in groups:
             home = f"totals + (tile * {self.total_width} + {self._home(group)}) * ROWS"
             slots = [(slot, expr) for slot, expr in group.slots.items()]
             slots += [(int(str(expr.data[0])), expr) for expr in self.program.builder.order if expr.op == "pick" and
                       expr.args[0] is group.project]  # fmt: skip
             for slot, expr in slots:
-                self.say(f"{self.names[expr]} = pick({group.name}, {group.name}_slot, {home}, lane, {slot}, ROWS)")
+                self.say(f"{self.names[expr]} = pick({home}, lane, {slot}, ROWS)")
 
     def _home(self, group: Sums) -> int:
         groups = [other for groups in self.sums for other in groups]
@@ -337,7 +359,7 @@ class Emitter:
         (x,) = expr.args
         item = f"tl.where(columns, {self.names[x]}, {constant(group.start)})" if masked else self.names[x]
         levels = (self.block - 1).bit_length()
-        folded = f"fold_columns(tl.broadcast_to({item}, [ROWS, {self.block}]), {FOLD[group.op]}, ROWS, {self.block}, {levels})"
+        folded = f"fold_last(tl.broadcast_to({item}, [ROWS, {self.block}]), {FOLD[group.op]}, ROWS, {self.block}, {levels})"
         self.say(f"{group.name}_part = tl.where({group.name}_slot == {slot}, {folded}.trans(), {group.name}_part)")
 
     def _term(self, group: Sums, s: int, masked: bool) -> None:

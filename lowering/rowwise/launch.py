@@ -49,7 +49,7 @@ class GeneratedKernel:
     scratch: list[tuple[torch.dtype, int]]  # dtype and elements a row of every spilled tile
     partial_width: int
     total_width: int
-    chunks: int
+    runs: tuple[int, int]  # a row is so many runs of so many chunks
     width: int
     schedules: tuple[tuple[int, Schedule], ...]
     _function: Any = None
@@ -96,8 +96,9 @@ class GeneratedKernel:
         """The launch for `tensors`, outputs and scratch allocated."""
         pairs = [(tensor, what) for tensor, what in zip(tensors, self.inputs, strict=True) if what is not None]
         rows, device = next((tensor.shape[0], tensor.device) for tensor, what in pairs if what.per_row)
-        chosen = self.schedule_for(rows) if schedule is None else fit(schedule, self.chunks, self.width)
-        tiles, parts = -(-rows // chosen.rows), self.chunks // chosen.group
+        chosen = self.schedule_for(rows) if schedule is None else fit(schedule, *self.runs, self.width)
+        chunks = self.runs[0] * self.runs[1]
+        tiles, parts = -(-rows // chosen.rows), chunks // chosen.group
 
         def empty(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(count, dtype=dtype, device=device)
@@ -107,12 +108,12 @@ class GeneratedKernel:
             for what in self.outputs
         )
         scratch = [empty(rows * width, dtype) for dtype, width in self.scratch]
-        partials = empty(tiles * self.chunks * self.partial_width * chosen.rows if parts > 1 else 1)
-        totals = empty(tiles * self.total_width * chosen.rows if chosen.rows > 1 else 1)
+        partials = empty(tiles * chunks * self.partial_width * chosen.rows)
+        totals = empty(tiles * self.total_width * chosen.rows)
         counters = self._arrivals.on(device, tiles)
         given = [tensor.contiguous() for tensor, _ in pairs]
         constants = {"ROWS": chosen.rows, "GROUP": chosen.group, "PARTS": parts, "TAIL": chosen.tail,
-                     "STAGES": chosen.stages, "BATCH": chosen.batch}  # fmt: skip
+                     "STAGES": chosen.stages}  # fmt: skip
         limit = {"maxnreg": chosen.registers} if chosen.registers else {}
         return Call((tiles, parts), [*given, *outputs, *scratch, partials, totals, counters, rows], constants,
                     {"num_warps": chosen.warps, "enable_fp_fusion": False, **limit}, outputs)  # fmt: skip

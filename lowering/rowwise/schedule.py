@@ -6,41 +6,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+
+RUNS = 16  # of chunks in a row, at most; a power of two
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`rows` a program; `group` chunks a program (chunks / group programs share a row); `tail` columns at a time in a later pass
-    that totals nothing; `stages` of software pipelining; `batch` partial totals under way at once; `registers` a thread at most (0: any)."""
+    """`rows` a program; `group` chunks a program (chunks / group programs share a row); `tail` columns at a time in a later
+    pass that totals nothing; `stages` of software pipelining; `registers` a thread at most (0: any)."""
 
     rows: int
     group: int
     warps: int
     tail: int
     stages: int = 1
-    batch: int = 8
     registers: int = 0
 
 
-def fit(schedule: Schedule, chunks: int, width: int) -> Schedule:
-    """`schedule` for a row of `chunks` chunks and `width` columns: group and batch divide the chunks, tail is no longer than a row."""
-    divisor = lambda most: max(d for d in range(1, chunks + 1) if chunks % d == 0 and d <= max(most, 1))
-    row = 1 << (max(width, 1) - 1).bit_length()
-    return Schedule(schedule.rows, divisor(schedule.group), schedule.warps, min(schedule.tail, row), schedule.stages,
-                    divisor(schedule.batch), schedule.registers)  # fmt: skip
+def runs(chunks: int) -> tuple[int, int]:
+    """How many runs a row of `chunks` chunks is cut into, and chunks a run; where that comes out even, no chunk is padding."""
+    count = max(n for n in (1, 2, 4, 8, RUNS) if n <= max(chunks, 1) and (chunks % n == 0 or n == RUNS))
+    return count, max(-(-chunks // count), 1)
+
+
+def fit(schedule: Schedule, runs: int, run: int, width: int) -> Schedule:
+    """`schedule` for rows of `runs` runs of `run` chunks: a program has whole runs, or a divisor of all chunks that is less."""
+    groups = [n for n in range(1, runs * run + 1) if runs * run % n == 0 and (n <= run or n % run == 0)]
+    group = max(n for n in groups if n <= max(schedule.group, 1))
+    return replace(schedule, group=group, tail=min(schedule.tail, 1 << (max(width, 1) - 1).bit_length()))
 
 
 FEW_TO_MANY = (  # most rows, schedule; for rows of about 80 chunks
-    (4, Schedule(1, 1, 4, 8192, batch=80)),
-    (32, Schedule(2, 2, 4, 4096, batch=40)),
-    (128, Schedule(8, 4, 4, 1024, batch=20)),
-    (512, Schedule(16, 10, 4, 512, batch=16)),
-    (2048, Schedule(32, 20, 4, 256, batch=16)),
-    (1 << 62, Schedule(64, 20, 8, 128, batch=8)),
+    (4, Schedule(1, 1, 4, 8192)),
+    (32, Schedule(2, 2, 4, 4096)),
+    (128, Schedule(8, 4, 4, 1024)),
+    (512, Schedule(16, 5, 4, 512)),
+    (2048, Schedule(32, 20, 4, 256)),
+    (1 << 62, Schedule(64, 20, 8, 128)),
 )
 
 
-def schedules(chunks: int, width: int) -> tuple[tuple[int, Schedule], ...]:
+def schedules(runs: int, run: int, width: int) -> tuple[tuple[int, Schedule], ...]:
     """A schedule for every row count, ascending."""
-    return tuple((most, fit(schedule, chunks, width)) for most, schedule in FEW_TO_MANY)
+    return tuple((most, fit(schedule, runs, run, width)) for most, schedule in FEW_TO_MANY)

@@ -35,8 +35,7 @@ def candidates(rows: int, blocks: Sequence[int] = (64, 128)) -> Iterator[Candida
     space = SPACE[min(SPACE, key=lambda known: abs(known - rows))]
     for block, tile, group, warps, tail, stages, registers in product(blocks, *space.values()):
         if tile * block <= 1024 * warps and (block == 64 or stages == 1):
-            batch = 80 if tile <= 2 else 16 if tile <= 16 else 8
-            yield rows, block, Schedule(tile, max(group * 64 // block, 1), warps, tail, stages, batch, registers)
+            yield rows, block, Schedule(tile, max(group * 64 // block, 1), warps, tail, stages, registers)
 
 
 def tune(rows_list: Sequence[int], workers: int, budget: float) -> list[dict[str, Any]]:
