@@ -39,7 +39,8 @@ aten = torch.ops.aten
 EAGER_ON_CPU = frozenset({
     aten.exp.default, aten.exp2.default, aten.expm1.default, aten.log.default, aten.log2.default, aten.log1p.default,
     aten.sqrt.default, aten.sin.default, aten.cos.default, aten.tanh.default, aten.erf.default,
-    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.addcmul.default, aten.addcdiv.default,
+    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default,
+    aten.addcmul.default, aten.addcdiv.default,
 })  # fmt: skip
 
 

@@ -24,9 +24,8 @@ def checker(piece: str, names: Sequence[str], metas: Sequence[object]) -> Callab
     known = _bindings(metas)
     lines = ["def check(args):", f"    if len(args) != {len(metas)}:", "        miscounted(piece, args, names)"]
     lines += [f"    {symbol} = args[{index}]{axis}" for symbol, (index, axis) in known.items()]
-    facts: dict[str, object] = {
-        "refuse": _refuse, "miscounted": _miscounted, "same_strides": same_strides, "piece": piece, "names": tuple(names),
-    }  # fmt: skip
+    facts: dict[str, object] = {"refuse": _refuse, "miscounted": _miscounted, "same_strides": same_strides}
+    facts |= {"piece": piece, "names": tuple(names)}
     for index, (name, meta) in enumerate(zip(names, metas, strict=True)):
         if not isinstance(meta, Tensor):
             continue

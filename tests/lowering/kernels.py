@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def cast(x, y, N: tl.constexpr):
-    i = tl.arange(0, N)
+    i = tl.program_id(0) * N + tl.arange(0, N)
     tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty))
 
 

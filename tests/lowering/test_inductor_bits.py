@@ -42,17 +42,17 @@ GROUPS: dict[str, list[Callable[[Tensor], Tensor]]] = {
         lambda x: (x.abs() + 0.1).log2().ceil().exp2(), lambda x: x.abs().log1p(), lambda x: F.silu(x.to(bf16)),
     ],
     "arithmetic": [
-        lambda x: x * 1.37 + x, lambda x: x / (x + 3), lambda x: x.clamp(-1, 1) * 3, lambda x: x.abs().pow(2).reciprocal(),
+        lambda x: x * 1.37 + x, lambda x: x / (x + 3), lambda x: x.clamp(-1, 1) * 3, lambda x: x.pow(2).reciprocal(),
         lambda x: x.to(torch.float8_e4m3fn).float() * 1.37, lambda x: x.flip(-1) * x, lambda x: torch.addcmul(x, x, x),
         lambda x: x.to(bf16) * x.to(bf16) + x.to(bf16),
     ],
     "reductions": [
         lambda x: x.sum(-1), lambda x: x.mean(-1), lambda x: x.amax(-1), lambda x: x.softmax(-1),
-        lambda x: x.to(bf16).sum(-1), lambda x: x.unflatten(-1, (4, -1)).sum(1), lambda x: x.unflatten(-1, (-1, 4)).sum(-1),
+        lambda x: x.to(bf16).sum(-1), lambda x: x.unflatten(-1, (4, -1)).sum(1), lambda x: x.sum(0),
         lambda x: x.logsumexp(-1), lambda x: x.cumsum(-1), lambda x: x.topk(5).values,
     ],
     "products": [
-        lambda x: x @ x[0].unsqueeze(-1), lambda x: F.linear(x.to(bf16), x[:5].to(bf16)), lambda x: F.linear(x, x[:5]) + 1,
+        lambda x: x @ x[:1].T, lambda x: F.linear(x.to(bf16), x[:5].to(bf16)), lambda x: F.linear(x, x[:5]) + 1,
         lambda x: torch.einsum("tjd,tj->td", x.unflatten(-1, (4, 32)).to(bf16).float(), x[:, :4]).to(bf16),
         lambda x: torch.einsum("tjd,tjk->tkd", x.unflatten(-1, (4, 32)), x[:, :16].unflatten(-1, (4, 4))).to(bf16),
     ],

@@ -1,8 +1,8 @@
-"""Pieces keep every rounding point: what compile_piece returns equals eager bit for bit, where Inductor left alone does not.
+"""Pieces keep every rounding point: compile_piece returns eager's bits, where Inductor left alone does not.
 
-On a CPU all of it is equal (test_inductor_bits.py goes through single operators). On a GPU a sum's order, a fused product and the
-library's exp differ in the last bits of fp32, so cases of casts and single roundings must be equal there, the others
-accurate to the contract. One run on a machine with a GPU covers both devices.
+On a CPU all of it is equal (test_inductor_bits.py goes through single operators). On a GPU a sum's order, a fused
+product and the library's exp differ in the last bits of fp32, so cases of casts and single roundings must be equal
+there, the others accurate to the contract. One run on a machine with a GPU covers both devices.
 """
 
 from __future__ import annotations

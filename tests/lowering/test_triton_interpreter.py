@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.triton_interpreter import Interpreter, repair
+from v41.lowering.cross_compile import load
 
 KERNELS = Path(__file__).with_name("kernels.py")
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NAN = float("nan")
+
+
+class Gpu:
+    """Launches the same kernels on a real GPU."""
+
+    def launch(self, path: Path, kernel: str, grid: tuple[int, ...], *args: Tensor, **constants: Any) -> list[Tensor]:
+        moved = [arg.cuda() for arg in args]
+        getattr(load(str(path)), kernel)[grid](*moved, **constants)
+        return [arg.cpu() for arg in moved]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +42,9 @@ def same(found: Tensor, expected: Tensor) -> bool:
     return bool((bits | (found.isnan() & expected.isnan())).all())
 
 
-def cast(process: Interpreter, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return process.launch(KERNELS, "cast", (1,), x, torch.empty(len(x), dtype=dtype), N=len(x))[1]
+def cast(process: Interpreter | Gpu, x: Tensor, dtype: torch.dtype) -> Tensor:
+    block = min(len(x), 4096)
+    return process.launch(KERNELS, "cast", (len(x) // block,), x, torch.empty(len(x), dtype=dtype), N=block)[1]
 
 
 def hard_floats() -> Tensor:
@@ -173,6 +185,25 @@ def test_a_host_function_returns_and_an_error_comes_back(interpreter: Interprete
     with pytest.raises(RuntimeError, match="no_such_function"):
         interpreter.call(KERNELS, "no_such_function")
     assert interpreter.call(KERNELS, "rms_norm", x, w, 1e-6).equal(found)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_gpu_agrees(interpreter: Interpreter) -> None:
+    """What the repair claims of GPUs, on one: casts and saturation, bf16 arithmetic, fma, NaN in min, max and clamp."""
+    gpu = Gpu()
+    for x, dtype in [(ALL_BF16, torch.float32), *((hard_floats(), dtype) for dtype in (torch.bfloat16, *FP8))]:
+        assert same(cast(gpu, x, dtype), cast(interpreter, x, dtype)), (x.dtype, dtype)
+    for dtype in FP8:
+        assert same(cast(gpu, ALL_BF16, dtype), cast(interpreter, ALL_BF16, dtype)), dtype
+    x, y = torch.randn(2, 4096, generator=torch.Generator().manual_seed(1))
+    x[:8] = y[4:12] = NAN
+    for kind in (torch.float32, torch.bfloat16):
+        for op in ("add", "sub", "mul", "neg", "scale", "where", "fma", "max", "min", "max_nan", "clamp"):
+            args = (x.to(kind), y.to(kind), torch.empty(4096, dtype=kind))
+            found, expected = (
+                process.launch(KERNELS, "arithmetic", (1,), *args, OP=op, N=4096)[2] for process in (gpu, interpreter)
+            )
+            assert same(found, expected), (kind, op)
 
 
 def test_repair_refuses_a_process_that_compiles() -> None:
