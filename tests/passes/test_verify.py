@@ -26,7 +26,7 @@ def program() -> GraphModule:
         cache[slots] = y
         noise = torch.rand(4) + y.sum(0)
         pair = y.repeat(2, 1)
-        return noise, pair, pair[:1], cache[slots] + 1
+        return noise, pair, pair.view(-1), cache[slots] + 1
 
     gm = trace(step, torch.randn(3, 4), torch.tensor([0, 1, 2]), static=(torch.zeros(5, 4),))
     outline(gm, [only(gm, aten.mul.Tensor), only(gm, aten.relu.default)], kind="twice")

@@ -1,4 +1,4 @@
-"""A step costs the same whatever a cache holds: bytes allocated at capacity 1 and 64 fold are equal, for every codegen."""
+"""A step costs the same whatever a cache holds: bytes allocated at 1 and 64 fold capacity agree, for every codegen."""
 
 from __future__ import annotations
 
