@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import v41
 from v41 import backend
 from v41.errors import GradientsRequested, InvalidOptionValue, ModeRefused, UnknownOption
-from v41.report import CompileReport
+from v41.options import Options
+from v41.passes.pipeline import PIPELINE, Pass, run_pipeline
+from v41.regions import outline
+from v41.report import CompileReport, Decision, applied
 
 
 @pytest.fixture(autouse=True)
@@ -295,3 +298,55 @@ def test_the_name_is_registered_once_and_a_reload_is_harmless() -> None:
     importlib.reload(backend)
     assert torch._dynamo.lookup_backend("v41") is first
     assert torch.equal(compiled(lambda x: x + 1)(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_identical_layers_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut where a pass made regions, equal pieces share one artifact; here every relu is a region of its own."""
+
+    def outline_relu(gm: torch.fx.GraphModule) -> list[Decision]:
+        found = [node for node in gm.graph.nodes if node.target is torch.ops.aten.relu.default]
+        return [applied(outline(gm, [node], kind="relu")) for node in found]
+
+    def run_with_relus(gm: torch.fx.GraphModule, **settings: Any) -> Any:
+        return run_pipeline(gm, [*PIPELINE, Pass(outline_relu)], **settings)
+
+    monkeypatch.setattr(backend, "run_pipeline", run_with_relus)
+    monkeypatch.setattr(backend, "CUT_AT", ("relu",))
+    weights = [torch.randn(4, 4) for _ in range(5)]
+
+    def layers(x: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            x = (x @ w).relu()
+        return x
+
+    (report,) = check(layers, torch.randn(3, 4), *weights)
+    assert (report.pieces, report.artifacts) == (10, 2)
+
+
+def test_a_piece_that_inductor_cannot_compile_runs_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(body: torch.fx.GraphModule, name: str) -> Any:
+        raise NotImplementedError("no such lowering\nwith a long story")
+
+    monkeypatch.setattr("v41.lowering.inductor.compile_piece", fail)
+    x = torch.randn(3)
+    with v41.collect() as reports:
+        result = torch.compile(lambda x: x * 2, backend="v41", options={"codegen": "inductor"})(x)
+    assert torch.equal(result, x * 2)
+    assert reports[0].fallbacks == ["piece_0 as eager: Inductor raised NotImplementedError: no such lowering"]
+
+
+def test_auto_takes_inductor_where_it_keeps_roundings_and_says_why_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("v41.lowering.inductor.supported", lambda device: f"not on a {device}")
+    with v41.collect() as reports:
+        torch.compile(lambda x: x * 2, backend="v41")(torch.randn(3))
+    assert reports[0].options["codegen"] == ("eager", "auto: not on a cpu")
+    monkeypatch.setattr("v41.lowering.inductor.supported", lambda device: None)
+    assert backend.effective_codegen(Options(), torch.device("cpu")) == ("inductor", "auto")
+
+
+def test_programs_are_in_the_report_on_demand() -> None:
+    with v41.collect(programs=True) as reports:
+        compiled(lambda x: x.relu() + 1)(torch.randn(3))
+    (report,) = reports
+    assert report.program is not None and "relu" in report.program
+    assert all(run.program is not None for run in report.passes)

@@ -1,0 +1,91 @@
+"""effects: what an operator writes, may alias and does besides, through regions too; what is unknown may alias all."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from v41.passes.analysis.effects import bases, effect_of, viewed_args, written_args, written_inputs
+from v41.regions import invoke_subgraph
+
+aten = torch.ops.aten
+
+
+def graph() -> tuple[Graph, Node, Node]:
+    made = Graph()
+    return made, made.placeholder("a"), made.placeholder("b")
+
+
+VIEWS = [
+    (aten.view.default, ([-1],)),
+    (aten.slice.Tensor, (0, 0, 1)),
+    (aten._unsafe_view.default, ([-1],)),
+    (aten.split.Tensor, (1,)),
+    (aten.reshape.default, ([-1],)),
+    (aten.expand.default, ([2, 2],)),
+    (aten.alias.default, ()),
+]
+
+
+@pytest.mark.parametrize(("op", "rest"), VIEWS, ids=[str(op) for op, _ in VIEWS])
+def test_a_view_leads_back_to_its_base(op: object, rest: tuple[object, ...]) -> None:
+    g, a, _ = graph()
+    view = g.call_function(op, (a, *rest))  # type: ignore[arg-type]
+    part = g.call_function(operator.getitem, (view, 0))
+    assert viewed_args(view) == [a] and written_args(view) == []
+    assert bases(part) == [a]
+
+
+def test_a_fresh_result_is_its_own_base() -> None:
+    g, a, b = graph()
+    for op, args in ((aten.add.Tensor, (a, b)), (aten.clone.default, (a,)), (aten.index.Tensor, (a, [b]))):
+        node = g.call_function(op, args)
+        assert viewed_args(node) == [] and bases(node) == [node] and effect_of(node) is None
+
+
+def test_a_write_names_what_it_writes() -> None:
+    g, a, b = graph()
+    for op, args in ((aten.index_put_.default, (a, [b], b)), (aten.copy_.default, (a, b)), (aten.zero_.default, (a,))):
+        node = g.call_function(op, args)
+        assert written_args(node) == [a] and effect_of(node) == "writes"
+    assert written_args(g.call_function(aten._foreach_add_.List, ([a, b], [b, a]))) == [a, b]
+
+
+@pytest.mark.parametrize(
+    ("op", "effect"),
+    [
+        (aten.rand.default, "random"),
+        (aten.bernoulli.default, "random"),
+        (aten._assert_scalar.default, "asserts"),
+        (torch.ops._c10d_functional.all_reduce.default, "collective"),
+        (torch.ops._c10d_functional.wait_tensor.default, "collective"),
+        (aten.relu.default, None),
+    ],
+)
+def test_other_effects(op: object, effect: str | None) -> None:
+    g, a, _ = graph()
+    assert effect_of(g.call_function(op, (a,))) == effect  # type: ignore[arg-type]
+
+
+def test_through_a_subgraph_call() -> None:
+    """The body writes its second input and returns a view of its first beside a fresh value."""
+    inner, x, y = graph()
+    view = inner.call_function(aten.view.default, (x, [-1]))
+    inner.call_function(aten.copy_.default, (y, x))
+    inner.output((view, inner.call_function(aten.neg.default, (x,))))
+    outer, a, b = graph()
+    call = outer.call_function(invoke_subgraph, (outer.get_attr("body"), "body", a, b))
+    outer.output((call,))
+    gm = GraphModule({"body": GraphModule({}, inner)}, outer)
+    (call,) = (node for node in gm.graph.nodes if node.target is invoke_subgraph)
+    first, second = (node for node in gm.graph.nodes if node.op == "placeholder")
+    assert written_args(call) == [second] and viewed_args(call) == [first] and effect_of(call) == "writes"
+    assert list(written_inputs(gm)) == [second]
+
+
+def test_an_unknown_higher_order_operator_may_return_anything_it_reads() -> None:
+    g, a, b = graph()
+    assert viewed_args(g.call_function(torch.ops.higher_order.cond, (a, None, None, (b,)))) == [a, b]
