@@ -85,8 +85,8 @@ def _match_divisor(m: Node, divisor: Node, result: Node) -> Step | None:
     return Step(m, (node, *reversed(nodes)), axis - len(full), eps or 0.0, inverted)
 
 
-def find_chains(gm: GraphModule) -> list[list[Step]]:
-    """Longest runs in which each step reads the result of the one before, in graph order."""
+def find_chains(gm: GraphModule, least: int = 2) -> list[list[Step]]:
+    """Longest runs of at least `least` steps, each reading the result of the one before, in graph order."""
     chains: dict[Node, list[Step]] = {}  # keyed by the result so far
     for step in filter(None, map(match_step, gm.graph.nodes)):
         before, turn = step.source, cast(tuple[Node, ...], ())
@@ -99,7 +99,7 @@ def find_chains(gm: GraphModule) -> list[list[Step]]:
             flipped = chain[-1].transposed is not bool(turn)
             step = Step(step.source, (*turn, *step.nodes), step.axis, step.eps, step.reciprocal, flipped)
         chains[step.nodes[-1]] = [*chain, step]
-    return [chain for chain in chains.values() if len(chain) > 1]
+    return [chain for chain in chains.values() if len(chain) >= least]
 
 
 def _transposes(node: Node) -> bool:

@@ -238,6 +238,23 @@ def input_name(placeholder: Node) -> str:
     return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text).removeprefix("self.")
 
 
+def outside_fake_mode() -> contextlib.AbstractContextManager[Any]:
+    """Under it, tensors are real though a FakeTensorMode may be active around."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def size_with(size: int | SymInt, value: int) -> int:
+    """A size as a number, with `value` for every symbol in it."""
+    if not isinstance(size, SymInt):
+        return int(size)
+    import sympy
+
+    expr = size.node.expr
+    return int(expr.xreplace({symbol: sympy.Integer(value) for symbol in expr.free_symbols}))
+
+
 def content_of(constant: Tensor) -> bytes | None:
     """The bytes of a constant that a graph holds, though a FakeTensorMode may be active; None if it is fake itself."""
     from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily

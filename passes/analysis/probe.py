@@ -1,0 +1,53 @@
+"""probe: what a run of linear nodes computes, found by running them on small integers that no float type rounds.
+
+A contraction over residual streams has many spellings (einsum, matmul, products and sums, one stream at a time). Their
+values are the same polynomial, so a formula that agrees on random integers is the formula: all sums stay below 2**8,
+exact in bf16, fp16 and fp32 in any order. The nodes run on the CPU, whatever device the graph is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, ops
+from torch.fx import Node, map_arg
+
+from v41._compat import outside_fake_mode, size_with
+from v41.passes.matching import fake
+
+ROWS = 3
+LIMIT = 2  # of the integers drawn; an odd size of streams and rows tells axes apart, signs tell sums from sizes
+
+
+def evaluate(nodes: Iterable[Node], given: dict[Node, Tensor], result: Node) -> Tensor:
+    """The value of `result` after running `nodes`, in order, on `given`. Sizes are read with ROWS for every symbol."""
+    with outside_fake_mode(), torch.no_grad():
+        values: dict[Node, Any] = dict(given)
+        for node in nodes:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda arg: _value(arg, values))
+            # a view of another memory order than the graph's may need a copy
+            target = ops.aten.reshape.default if node.target is ops.aten.view.default else node.target
+            values[node] = target(*args, **kwargs)  # type: ignore[operator]
+        value = values[result]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def integers(node: Node, seed: int) -> Tensor:
+    """A tensor of small random integers with the shape and dtype of `node`, ROWS for every symbol."""
+    value = fake(node)
+    assert value is not None
+    with outside_fake_mode():
+        generator = torch.Generator().manual_seed(seed)
+        shape = [size_with(size, ROWS) for size in value.shape]
+        return torch.randint(-LIMIT, LIMIT + 1, shape, generator=generator).to(value.dtype)
+
+
+def _value(node: Node, values: dict[Node, Any]) -> Any:
+    """What was computed or given for `node`; for a size, which need not be, the number it stands for."""
+    if node in values:
+        return values[node]
+    assert not isinstance(node.meta["val"], Tensor), f"{node} has no value"
+    return size_with(node.meta["val"], ROWS)
