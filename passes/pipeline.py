@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule
 from v41._compat import observed
 from v41.passes.canonicalize import canonicalize
 from v41.passes.fold_sinkhorn import fold_sinkhorn
+from v41.passes.outline_mhc import outline_mhc
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
 from v41.passes.verify import SHARED, WRITES, Facts, facts, verify
 from v41.report import Decision, PassRun
@@ -41,9 +42,10 @@ class Pass:
 PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize),
     Pass(fold_sinkhorn, needs=(canonicalize,), expects="unrolled Sinkhorn loop"),
+    Pass(outline_mhc, needs=(fold_sinkhorn,), expects="mHC boundary"),
     Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
 )
-CUT_AT: tuple[str, ...] = ()  # region kinds that become pieces of their own
+CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that become pieces of their own
 
 
 def run_pipeline(
@@ -70,12 +72,13 @@ def run_pipeline(
         if programs:
             run.program = text_of(gm)
         runs.append(run)
+    gm.recompile()
     _warn(passes, runs)
     return gm, runs
 
 
 def _run(gm: GraphModule, each: Pass, known: Facts | None) -> tuple[GraphModule, PassRun]:
-    before, kept, start = count(gm), copy_of(gm), time.perf_counter()
+    before, restore, start = count(gm), kept(gm), time.perf_counter()
     failure: str | None = None
     decisions: list[Decision] | None = None
     try:
@@ -83,9 +86,8 @@ def _run(gm: GraphModule, each: Pass, known: Facts | None) -> tuple[GraphModule,
         if known is not None:
             verify(gm, known, name=each.name, but=each.breaks)
         gm.graph.lint()
-        gm.recompile()
     except Exception as error:  # the one place that may: the report names the pass, and the program goes on without it
-        gm, failure = kept, f"{type(error).__name__}: {error}"
+        gm, failure = restore(), f"{type(error).__name__}: {error}"
     if decisions is None and failure is None:
         failure = "switched off by torch (disabled_passes or its bisector)"
     milliseconds = (time.perf_counter() - start) * 1e3
@@ -114,11 +116,20 @@ def count(gm: GraphModule) -> int:
 
 def copy_of(gm: GraphModule) -> GraphModule:
     """A copy that no edit of `gm` reaches. Tensors are shared, graphs and the bodies of regions are not."""
+    return kept(gm)()
+
+
+def kept(gm: GraphModule) -> Callable[[], GraphModule]:
+    """What makes a copy of `gm` as it is now, later. Cheap until it is called: code is generated then."""
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    copy = GraphModule(gm, graph)
-    copy.meta = dict(gm.meta)
-    for name, child in copy.named_children():
-        if isinstance(child, GraphModule):
-            setattr(copy, name, copy_of(child))
-    return copy
+    held = {str(node.target): getattr(gm, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
+    bodies = {name: kept(value) for name, value in held.items() if isinstance(value, GraphModule)}
+    meta = dict(gm.meta)
+
+    def restore() -> GraphModule:
+        copy = GraphModule(held | {name: body() for name, body in bodies.items()}, graph)
+        copy.meta = meta
+        return copy
+
+    return restore

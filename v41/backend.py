@@ -112,11 +112,13 @@ def artifact(body: GraphModule, names: Sequence[str], codegen: str, report: Comp
 
 def effective_codegen(options: Options, device: torch.device) -> tuple[str, str]:
     """How pieces run, and who decided: the option, or for "auto" whether Inductor keeps the rounding points here."""
-    if options.codegen != "auto":
-        return options.codegen, "options"
+    if options.codegen == "eager":
+        return "eager", "options"
     from v41.lowering.inductor import supported
 
     reason = supported(device)
+    if options.codegen == "inductor":
+        return "inductor", "options" if reason is None else f"options, although {reason}"
     return ("inductor", "auto") if reason is None else ("eager", f"auto: {reason}")
 
 

@@ -344,6 +344,17 @@ def test_auto_takes_inductor_where_it_keeps_roundings_and_says_why_where_not(mon
     assert backend.effective_codegen(Options(), torch.device("cpu")) == ("inductor", "auto")
 
 
+def test_the_default_agrees_with_eager_and_says_how_it_runs() -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).bfloat16()
+    x = torch.randn(3, 8).bfloat16()
+    with v41.collect() as reports:
+        result = torch.compile(net, backend="v41")(x)
+    torch.testing.assert_close(result, net(x), rtol=0.02, atol=0.02)
+    codegen, why = reports[0].options["codegen"]
+    assert codegen in ("eager", "inductor") and why.startswith("auto")
+    assert not reports[0].fallbacks
+
+
 def test_programs_are_in_the_report_on_demand() -> None:
     with v41.collect(programs=True) as reports:
         compiled(lambda x: x.relu() + 1)(torch.randn(3))

@@ -29,9 +29,9 @@ def test_a_pass_counts_its_decisions() -> None:
 
 def test_a_refusal_names_rule_node_and_line() -> None:
     gm = trace(lambda x: x.relu() + 1, torch.randn(2, 2))
-    relu, add = (next(n for n in gm.graph.nodes if n.name == name) for name in ("relu", "add"))
+    relu, add = (next(n for n in gm.graph.nodes if n.name.startswith(name)) for name in ("relu", "add"))
     decision = refused(add, "is read once", relu)
-    assert (decision.node, decision.culprit, decision.rule, decision.region) == ("add", "relu", "is read once", None)
+    assert (decision.node, decision.culprit, decision.rule) == (add.name, "relu", "is read once")
     assert decision.source.startswith("v41/test_report.py:") and "x.relu() + 1" in decision.source
     assert source_of(gm.graph.output_node()) == "unknown"
     assert structure_key(gm)
