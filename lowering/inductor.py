@@ -10,6 +10,7 @@ are inlined first, so that Inductor fuses across them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -32,6 +33,16 @@ from v41.regions import inline, invoke_subgraph
 
 ROUNDED = (torch.bfloat16, torch.float16)
 
+# Settings of torch._inductor.config by dotted name; those a torch release lacks are left out.
+SETTINGS: dict[str, object] = {
+    "emulate_precision_casts": True,  # round where eager rounds, at the nodes that `mark` marks
+    "pattern_matcher": False,  # its rewrites merge casts and swap mm + add for addmm, whose sum rounds once less
+    "reorder_for_locality": False,  # a read moved behind a cache write makes the write a copy of the cache
+    "eager_numerics.division_rounding": True,  # Triton's own division is off by a unit in the last place
+    "aten_distributed_optimizations.enable_simple_overlap": False,  # hoists collectives over ops it cannot see
+    "triton.cudagraphs": False,  # capture belongs to the runtime
+}
+
 # Inductor's C++ has other vector routines than eager's, and sums in another order: last bits differ, and single FP8,
 # FP4 and top-k picks flip. On a CPU, where bits count and speed does not, these run eager's kernel. Everything else a
 # piece of the model holds (+ - * /, rsqrt, sigmoid, casts, amax, products) is equal bit for bit, as a test shows.
@@ -53,9 +64,8 @@ def compile_piece(gm: GraphModule, name: str = "piece") -> Callable[..., tuple[A
     placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
     metas = [node.meta["val"] for node in placeholders]
     keep_output_strides(piece.graph)
-    device = next((meta.device for meta in metas if isinstance(meta, Tensor) and meta.is_cuda), torch.device("cpu"))
     check = checker(name, [node.name for node in placeholders], metas)
-    run = inductor_compile(piece, metas, inductor_settings(settings_for(device)), mark)
+    run = inductor_compile(piece, metas, inductor_settings(SETTINGS), mark)
 
     def compiled(*args: Any) -> tuple[Any, ...]:
         check(args)
@@ -64,22 +74,8 @@ def compile_piece(gm: GraphModule, name: str = "piece") -> Callable[..., tuple[A
     return compiled
 
 
-def settings_for(device: torch.device) -> dict[str, object]:
-    """Inductor settings by dotted name; those that a torch release lacks are dropped by whoever applies them."""
-    settings: dict[str, object] = {
-        "emulate_precision_casts": True,  # round where eager rounds
-        "pattern_matcher": False,  # its rewrites merge casts and swap mm + add for addmm, whose sum rounds once less
-        "reorder_for_locality": False,  # a read moved behind a cache write makes the write a copy of the cache
-        "aten_distributed_optimizations.enable_simple_overlap": False,  # hoists collectives over ops it cannot see
-        "triton.cudagraphs": False,  # capture belongs to the runtime
-    }
-    if device.type == "cuda" and not inductor_keeps_explicit_casts():
-        settings["triton.codegen_upcast_to_fp32"] = False  # the only way an explicit cast survives there
-    return settings
-
-
 def flatten(gm: GraphModule) -> GraphModule:
-    """A copy of `gm` whose subgraph calls, regions and others, are inlined and whose output is a tuple."""
+    """A copy of `gm` whose output is a tuple, subgraph calls (regions, others) inlined, slices that take all gone."""
     graph = Graph()
     results = graph.graph_copy(gm.graph, {})
     graph.output(tuple(results) if isinstance(results, (tuple, list)) else (results,))
@@ -87,8 +83,18 @@ def flatten(gm: GraphModule) -> GraphModule:
     while calls := [node for node in copy.graph.nodes if node.target is invoke_subgraph]:
         for call in calls:
             inline(copy, call)
+    for node in copy.graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+        if _takes_all(node):  # `x[:, a:b]` has one for its rows; some releases cannot lower it over an unbacked size
+            node.replace_all_uses_with(node.args[0])
+            copy.graph.erase_node(node)
     copy.recompile()
     return copy
+
+
+def _takes_all(node: Node) -> bool:
+    given: list[Any] = [*node.args[2:], *(None, None, 1)[max(len(node.args) - 2, 0) :]]
+    start, end, step = given
+    return not node.kwargs and start in (0, None) and end in (None, sys.maxsize) and step == 1
 
 
 def mark(graph: Graph) -> None:

@@ -34,7 +34,7 @@ def inductor_settings(settings: dict[str, object]) -> dict[str, object]:
 
 
 def inductor_keeps_explicit_casts() -> bool:
-    """Whether `emulate_precision_casts` reaches an explicit `.to(bf16)`; where not, generated code drops the cast."""
+    """Whether `emulate_precision_casts` reaches an explicit `.to(bf16)`; where not, generated C++ drops the cast."""
     from torch._inductor import lowering
 
     return "use_compute_types" in inspect.signature(lowering.to_dtype).parameters

@@ -35,7 +35,7 @@ def arithmetic(x, y, out, OP: tl.constexpr, N: tl.constexpr):
     elif OP == "max_nan":
         r = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     else:
-        r = tl.clamp(a, -1.0, 1.0)
+        r = tl.clamp(a, -1.0, 2.0)
     tl.store(out + i, r)
 
 

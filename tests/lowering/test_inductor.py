@@ -96,6 +96,13 @@ def test_the_check_is_cheap() -> None:
     assert min(times) < 32 * 5e-6  # 0.3 µs an input on an idle machine
 
 
+def test_columns_of_unbacked_rows() -> None:
+    """`x[:, :40]` slices its rows, too, from 0 to the end: not every torch lowers that over an unbacked size."""
+    gm = trace(lambda x, y: x[:, :40] * 2 + y[:, 8:], *rows_of(5)[1:])
+    args = rows_of(4)
+    assert equal(compile_piece(gm)(*args), gm(*args))
+
+
 def test_regions_are_inlined() -> None:
     gm = trace(mix, *rows_of(5)[1:])
     x = rows_of(3)
