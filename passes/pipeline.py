@@ -7,6 +7,7 @@ invariant, is undone and named in the report; the program compiles without it an
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,13 +88,20 @@ def _run(gm: GraphModule, each: Pass, known: Facts | None) -> tuple[GraphModule,
             verify(gm, known, name=each.name, but=each.breaks)
         gm.graph.lint()
     except Exception as error:  # the one place that may: the report names the pass, and the program goes on without it
-        gm, failure = restore(), f"{type(error).__name__}: {error}"
+        gm, failure = restore(), f"{type(error).__name__}: {error}\n  at   {_raised_at(error)}"
     if decisions is None and failure is None:
         failure = "switched off by torch (disabled_passes or its bisector)"
     milliseconds = (time.perf_counter() - start) * 1e3
     return gm, PassRun(
         each.name, decisions if decisions and not failure else [], before, count(gm), milliseconds, failure
     )
+
+
+def _raised_at(error: Exception) -> str:
+    """Where a pass raised: the innermost of our lines."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "/passes/" in frame.filename] or frames
+    return f"{'/'.join(ours[-1].filename.split('/')[-2:])}:{ours[-1].lineno}  {ours[-1].line}"
 
 
 def _warn(passes: Sequence[Pass], runs: Sequence[PassRun]) -> None:
