@@ -2,7 +2,8 @@
 
     generate(body)  read -> fuse -> assign_phases -> emit       a GeneratedKernel, or Unsupported
 
-A compiler, not a shelf of kernels: it sees shapes and ops. What it can read is in read.py; what it makes of it in emit.py.
+A compiler, not a shelf of kernels: it sees shapes and ops. What it can read is in read.py; what it makes of it in
+emit.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ BLOCK = 64  # columns of a chunk: fixed, since the order of every sum follows fr
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Why a body is none for this generator: the node, its op, and `reason`, which completes "refused because it ..."."""
+    """Why a body is none for this generator: the node, its op, and `reason`, which completes "refused because it
+    ..."."""
 
     node: str
     op: str

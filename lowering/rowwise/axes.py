@@ -4,14 +4,15 @@
     flattened bf16[T, 20480]     dims (ROW,) (4, WIDE)           the same four
     m f32[T, 4, 4]               dims (ROW,) (4,) (4,)           elements [1, 4, 4]: sixteen numbers a row
 
-A logical dimension is a tuple of factors: ROW, WIDE or a small size; size 1 has none. Views only move factors about, so they
-cost nothing in a kernel. What would cut the row axis or the wide axis is Refused.
+A logical dimension is a tuple of factors: ROW, WIDE or a small size; size 1 has none. Views only move factors about,
+so they cost nothing in a kernel. What would cut the row axis or the wide axis is Refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,17 +32,18 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor: one tuple of factors a logical dimension, one axis of `elements` a factor (ROW and WIDE have length 1)."""
+    """A tensor: one tuple of factors a logical dimension, one axis of `elements` a factor (ROW and WIDE have length
+    1)."""
 
     dims: tuple[Factors, ...]
-    elements: np.ndarray
+    elements: Any  # numpy array of Expr
     dtype: torch.dtype
 
     def axis(self, dim: int) -> int:
         """The first axis of `elements` that belongs to logical dimension `dim`."""
         return sum(len(factors) for factors in self.dims[:dim])
 
-    def items(self) -> list:
+    def items(self) -> list[Any]:
         return list(self.elements.flat)
 
 
@@ -61,7 +63,7 @@ class Axes:
             raise Refused(f"has an axis of {size} elements beside the wide axis of {self.width}")
         return (size,) if size != 1 else ()
 
-    def value(self, dims: tuple[Factors, ...], elements: np.ndarray, dtype: torch.dtype) -> Value:
+    def value(self, dims: tuple[Factors, ...], elements: Any, dtype: torch.dtype) -> Value:
         """A Value whose dimensions have adjacent small factors merged, so that equal shapes have equal dims."""
         if elements.size > SMALL_LIMIT:
             raise Refused(f"holds {elements.size} values a row and column")
@@ -143,11 +145,12 @@ def broadcast(axes: Axes, values: list[Value]) -> list[Value]:
 
 
 def take(axes: Axes, value: Value, dim: int, start: int, stop: int, keep: bool = True) -> Value:
-    """Elements start..stop of a small dimension, or whole multiples of the wide axis; `keep` False drops the dimension."""
+    """Elements start..stop of a small dimension, or whole multiples of the wide axis; `keep` False drops the
+    dimension."""
     dim %= len(value.dims)
     factors = value.dims[dim]
     unit = axes.width if factors[-1:] == (WIDE,) else 1
-    if ROW in factors or start % unit or stop % unit or factors == (WIDE,) and (start, stop) != (0, unit):
+    if ROW in factors or start % unit or stop % unit or (factors == (WIDE,) and (start, stop) != (0, unit)):
         raise Refused("picks part of the row axis or the wide axis")
     if factors in ((), (WIDE,)):
         elements, count = value.elements, (stop - start) // unit
@@ -169,8 +172,11 @@ def concatenate(axes: Axes, values: list[Value], dim: int) -> Value:
         if ROW in factors or (factors[-1:] == (WIDE,)) != wide or len(factors) - wide > 1:
             raise Refused("joins along the row axis, or a wide axis with a small one")
         full = factors if len(factors) - wide else (1, *factors)
-        parts.append(value.elements.reshape(lengths((*value.dims[:dim], full, *value.dims[dim + 1 :]))) if full != factors
-                     else value.elements)
+        parts.append(
+            value.elements.reshape(lengths((*value.dims[:dim], full, *value.dims[dim + 1 :])))
+            if full != factors
+            else value.elements
+        )
     joined = np.concatenate(parts, axis=values[0].axis(dim))
     middle = (joined.shape[values[0].axis(dim)], *([WIDE] if wide else []))
     return axes.value((*values[0].dims[:dim], middle, *values[0].dims[dim + 1 :]), joined, values[0].dtype)

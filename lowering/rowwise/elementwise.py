@@ -1,8 +1,8 @@
 """elementwise: ATen's pointwise ops as expressions, and expressions as Triton text.
 
 As in eager, an op on bf16 or fp16 reads them as fp32 and rounds its result once. Allow-list: left out are ops on
-integers (index arithmetic is no arithmetic of the model), `fmod` and `remainder` (their result jumps by a whole divisor where the
-quotient differs in its last bit), random numbers.
+integers (index arithmetic is no arithmetic of the model), `fmod` and `remainder` (their result jumps by a whole
+divisor where the quotient differs in its last bit), random numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ TEXT = {  # op -> Triton, with operands a, b, c
     "log": "tl.log({a})", "abs": "tl.abs({a})", "sigmoid": "1.0 / (1.0 + tl.exp(-{a}))",
     "maximum": "tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
-    "eq": "{a} == {b}", "ne": "{a} != {b}", "lt": "{a} < {b}", "le": "{a} <= {b}", "gt": "{a} > {b}", "ge": "{a} >= {b}",
+    "eq": "{a} == {b}", "ne": "{a} != {b}", "lt": "{a} < {b}", "le": "{a} <= {b}",
+    "gt": "{a} > {b}", "ge": "{a} >= {b}",
     "where": "tl.where({a}, {b}, {c})", "and": "{a} & {b}", "or": "{a} | {b}", "not": "~{a}",
 }  # fmt: skip
 
@@ -90,11 +91,11 @@ def divide(b: Builder, dtype: torch.dtype, x: Expr, y: Expr, shared: bool = Fals
 
 def power(b: Builder, dtype: torch.dtype, x: Expr, y: Expr) -> Expr:
     x = wide(b, x)
-    exponent = y.data[0] if y.op == "const" else None
+    exponent = float(str(y.data[0])) if y.op == "const" else None
     if exponent in (2.0, 3.0):
         square = b.apply("mul", x, x)
         return rounded(b, dtype, square if exponent == 2.0 else b.apply("mul", square, x))
-    by = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "recip"}.get(exponent)  # type: ignore[arg-type]
+    by = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "recip"}.get(exponent or 0.0)
     if by is None:
         raise Refused(f"raises to the power {exponent}")
     return rounded(b, dtype, b.apply(by, x))

@@ -2,13 +2,13 @@
 
     program (tile, part)      ROWS rows, GROUP chunks of BLOCK columns
       numbers of phase 0      loads that have no column
-      for each chunk          tiles of phase 0; results and spills stored; totals of the chunk, or of a run, to `partials`
-      last to arrive          the totals of the row out of `partials`
+      for each chunk          tiles of phase 0; results and spills stored; totals of the chunk, or of a run, to
+      `partials` last to arrive          the totals of the row out of `partials`
                               numbers of phase 1, pass over all columns, numbers of phase 2, ...
 
-Totals are bitwise the same for every ROWS, GROUP and number of programs: a chunk is always BLOCK columns, folded in pairs
-(`fold_last`) or by tensor cores with k ascending; a run of RUN chunks is added one after the other; runs are folded in pairs.
-Who adds a run may differ: a program that has all of its chunks (WHOLE), or the last to arrive.
+Totals are bitwise the same for every ROWS, GROUP and number of programs: a chunk is always BLOCK columns, folded in
+pairs (`fold_last`) or by tensor cores with k ascending; a run of RUN chunks is added one after the other; runs are
+folded in pairs. Who adds a run may differ: a program that has all of its chunks (WHOLE), or the last to arrive.
 """
 
 from __future__ import annotations
@@ -22,84 +22,18 @@ from v41.lowering.rowwise.elementwise import TEXT
 from v41.lowering.rowwise.expr import Expr, Weights, reachable
 from v41.lowering.rowwise.names import TRITON, Names, constant
 from v41.lowering.rowwise.phases import Phase, Phases, Place
+from v41.lowering.rowwise.prelude import PRELUDE
 from v41.lowering.rowwise.read import Tensor
 from v41.lowering.rowwise.roll import Loop, roll
 from v41.lowering.rowwise.schedule import runs
 from v41.lowering.rowwise.sums import Sums, group_sums
 
-PRELUDE = '''import triton
-import triton.language as tl
-
-
-@triton.jit
-def fold_last(x, OP: tl.constexpr, A: tl.constexpr, B: tl.constexpr, LEVELS: tl.constexpr):
-    """[A, B] to [A, 1]: neighbours in pairs, the pairs in pairs, in whatever threads they lie."""
-    for level in tl.static_range(LEVELS):
-        x = tl.reshape(x, [A, B >> (level + 1), 2])
-        if OP == 0:
-            x = tl.sum(x, 2)
-        elif OP == 1:
-            x = tl.reduce(x, 2, maximum_or_nan)
-        else:
-            x = tl.reduce(x, 2, minimum_or_nan)
-    return x
-
-
-@triton.jit
-def row_totals(home, index, OP: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
-               LEVELS: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """[WIDTH, ROWS] totals of a row from those of its chunks, or (STEPS 1) of its runs."""
-    run = tl.arange(0, RUNS)[None, :]
-    x = tl.full([WIDTH * ROWS, RUNS], START, tl.float32)
-    for step in tl.static_range(STEPS):
-        part = tl.load(home + (run * STEPS + step) * STRIDE + index, cache_modifier=".cg")
-        if OP == 0:
-            x = x + part
-        elif OP == 1:
-            x = maximum_or_nan(x, part)
-        else:
-            x = minimum_or_nan(x, part)
-    return tl.reshape(fold_last(x, OP, WIDTH * ROWS, RUNS, LEVELS), [WIDTH, ROWS])
-
-
-@triton.jit
-def first_of(a, b):
-    return a
-
-
-@triton.jit
-def settle(x):
-    """`x` [n, 1] itself, behind an op that Triton moves no layout conversion across: without it, tiles that a product reads are
-    computed twice, once in the layout of the product's operand and there by every warp. A single number becomes a scalar."""
-    if x.shape[0] == 1:
-        return tl.reduce(tl.reshape(x, [1]), 0, first_of)
-    else:
-        return tl.reduce(x, 1, first_of, keep_dims=True)
-
-
-@triton.jit
-def pick(home, lane, SLOT: tl.constexpr, ROWS: tl.constexpr):
-    """Total number SLOT of every row, out of the memory where this program put them."""
-    if ROWS == 1:
-        return tl.load(home + SLOT)
-    else:
-        return tl.load(home + SLOT * ROWS + lane)
-
-
-@triton.jit
-def maximum_or_nan(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def minimum_or_nan(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-'''
 FOLD = {"add": 0, "maximum": 1, "minimum": 2}
 
 
 class Emitter:
-    """Writes one kernel. `block` is BLOCK, the columns of a chunk: part of what the kernel computes, not of its schedule."""
+    """Writes one kernel. `block` is BLOCK, the columns of a chunk: part of what the kernel computes, not of its
+    schedule."""
 
     def __init__(self, phases: Phases, block: int) -> None:
         self.phases, self.program, self.block = phases, phases.program, block
@@ -110,7 +44,7 @@ class Emitter:
         self.lines: list[str] = []
         self._sections: dict[Expr, int] = {}
         self.indent = 1
-        self.sums: list[list[Sums]] = [group_sums(phase.sums, i) for i, phase in enumerate(phases.list)]
+        self.sums: list[list[Sums]] = [group_sums(phase.sums, i) for i, phase in enumerate(phases.each)]
         self.partial_width = sum(group.width for group in self.sums[0])
         self.total_width = sum(group.width for groups in self.sums for group in groups)
         self.masked = self.width != self.chunks * block
@@ -126,9 +60,10 @@ class Emitter:
         scratch = [f"scratch_{slot}_ptr" for slot in range(len(self.phases.scratch))]
         arguments = ", ".join([*pointers, *scratch, "partials", "totals", "counters", "T"])
         tuned = "ROWS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr"
-        self.lines = ["@triton.jit(do_not_specialize=[\"T\"])", f"def {name}({arguments},", f"{' ' * 8}{tuned}):"]
+        self.lines = ['@triton.jit(do_not_specialize=["T"])', f"def {name}({arguments},", f"{' ' * 8}{tuned}):"]
         self.say("tile = tl.program_id(0)", "part = tl.program_id(1)", "lane = tl.arange(0, ROWS)[:, None]",
-                 "row = (tile * ROWS + lane).to(tl.int64)", "live = row < T", "across = tl.arange(0, ROWS)[None, :]")  # fmt: skip
+                 "row = (tile * ROWS + lane).to(tl.int64)", "live = row < T",
+                 "across = tl.arange(0, ROWS)[None, :]")  # fmt: skip
         for groups in self.sums:
             for group in groups:
                 self.say(f"{group.name}_slot = tl.arange(0, {group.width})[:, None]")
@@ -144,7 +79,7 @@ class Emitter:
     # ---- the parts of the kernel
 
     def _first_phase(self) -> None:
-        phase = self.phases.list[0]
+        phase = self.phases.each[0]
         self._numbers([expr for expr in phase.numbers if self._section(expr) == 0])
         if not self.width:
             return
@@ -153,12 +88,16 @@ class Emitter:
             self.say("if PARTS > 1:  # asked for now, used by the last program")
             self.say(*(f"    {self.names[expr]} = {self._text(expr)}" for expr in early))
         self.say(f"WHOLE: tl.constexpr = GROUP % {self.run} == 0  # runs are not shared with other programs",
-                 f"SPAN: tl.constexpr = {self.run} if WHOLE else GROUP", "for outer in range(GROUP // SPAN):")  # fmt: skip
+                 f"SPAN: tl.constexpr = {self.run} if WHOLE else GROUP",
+                 "for outer in range(GROUP // SPAN):")  # fmt: skip
         self.indent += 1
         self._start_sums(0)
         self.say("for inner in tl.range(SPAN, num_stages=STAGES):")
         self.indent += 1
-        self.say("chunk = part * GROUP + outer * SPAN + inner", f"cols = chunk * {self.block} + tl.arange(0, {self.block})[None, :]")
+        self.say(
+            "chunk = part * GROUP + outer * SPAN + inner",
+            f"cols = chunk * {self.block} + tl.arange(0, {self.block})[None, :]",
+        )
         if self.masked:
             self.say(f"columns = cols < {self.width}")
         self._pass(0, phase, self.masked)
@@ -185,25 +124,33 @@ class Emitter:
         self.say("last = part == PARTS - 1")
         if self.sums[0]:
             self.say("tl.debug_barrier()  # what other threads stored is read below", "if PARTS > 1:",
-                     "    arrived = tl.atomic_add(counters + tile, 1, sem=\"acq_rel\")", "    last = arrived == PARTS - 1")  # fmt: skip
+                     "    arrived = tl.atomic_add(counters + tile, 1, sem=\"acq_rel\")",
+                     "    last = arrived == PARTS - 1")  # fmt: skip
         self.say("if last:")
         self.indent += 1
         if self.sums[0]:
-            self.say("if PARTS > 1:", "    tl.store(counters + tile, 0)", f"STEPS: tl.constexpr = 1 if WHOLE else {self.run}")
+            self.say(
+                "if PARTS > 1:", "    tl.store(counters + tile, 0)", f"STEPS: tl.constexpr = 1 if WHOLE else {self.run}"
+            )
         for group, offset in self._offsets():
             home = f"partials + tile * {self.chunks} * (ROWS * {self.partial_width}) + ROWS * {offset}"
-            self.say(f"{group.name} = row_totals({home}, tl.arange(0, ROWS * {group.width})[:, None], {FOLD[group.op]}, "
+            element = f"tl.arange(0, ROWS * {group.width})[:, None]"
+            self.say(f"{group.name} = row_totals({home}, {element}, {FOLD[group.op]}, "
                      f"{constant(group.start)}, {group.width}, ROWS, {self.runs}, {self.runs.bit_length() - 1}, STEPS, "
                      f"ROWS * {self.partial_width})")  # fmt: skip
-        for index in range(max(len(self.phases.list), 2) if self.width else 1):
+        for index in range(1, max(len(self.phases.each), 2)) if self.width else [0]:
             self._later(index)
         self.say("pass")
         self.indent -= 1
 
     def _later(self, index: int) -> None:
         """Phase `index`, but for what phase 0 did: numbers its pass reads, the pass, all other numbers."""
-        phase = self.phases.list[index] if index < len(self.phases.list) else Phase()
-        numbers = [expr for other in self.phases.list for expr in other.numbers if self._section(expr) == index] if index else []
+        phase = self.phases.each[index] if index < len(self.phases.each) else Phase()
+        numbers = (
+            [expr for other in self.phases.each for expr in other.numbers if self._section(expr) == index]
+            if index
+            else []
+        )
         early = self._early_loads() if index == 1 and self.width else []
         if early:
             self.say("if PARTS == 1:", *(f"    {self.names[expr]} = {self._text(expr)}" for expr in early))
@@ -214,12 +161,17 @@ class Emitter:
         if index and roots:
             self._later_pass(index)
         self._numbers([expr for expr in numbers if expr not in needed])
-        for expr, place in phase.number_stores:
+        earlier = self.phases.each[0].number_stores if index == 1 else []
+        for expr, place in [*earlier, *phase.number_stores]:
             self.say(f"tl.store({self._address(place)}, {self.names[expr]}, mask=live)")
 
     def _early_loads(self) -> list[Expr]:
         """Numbers that all rows share and phase 1 reads: asked for early, their latency hides behind phase 0."""
-        return [expr for expr in self.phases.list[0].numbers if expr.op == "load" and not expr.row and self._section(expr) == 1]
+        return [
+            expr
+            for expr in self.phases.each[0].numbers
+            if expr.op == "load" and not expr.row and self._section(expr) == 1
+        ]
 
     def _section(self, expr: Expr) -> int:
         """The phase in front of which number `expr` is computed: as late as its first reader allows."""
@@ -228,8 +180,8 @@ class Emitter:
         return self._sections.get(expr, self.phases.depth[expr])
 
     def _fill_sections(self) -> None:
-        first = max(len(self.phases.list) - 1, 1) if self.width else 0
-        for index, phase in enumerate(self.phases.list):
+        first = max(len(self.phases.each) - 1, 1) if self.width else 0
+        for index, phase in enumerate(self.phases.each):
             for tile in (*phase.tiles, *phase.sums, *(tile for tile, _ in phase.stores)):
                 for arg in (tile, *tile.args):
                     if not arg.wide:
@@ -237,7 +189,7 @@ class Emitter:
             for expr, _ in phase.number_stores:
                 at = max(index, min(first, 1))
                 self._sections[expr] = min(self._sections.get(expr, at), at)
-        for expr in reversed([expr for phase in self.phases.list for expr in phase.numbers]):
+        for expr in reversed([expr for phase in self.phases.each for expr in phase.numbers]):
             for arg in expr.args:
                 if not arg.wide:
                     at = self._sections.get(expr, first)
@@ -252,7 +204,7 @@ class Emitter:
         masked = block == "TAIL" or self.masked
         if masked:
             self.say(f"columns = cols < {self.width}")
-        self._pass(index, self.phases.list[index], masked)
+        self._pass(index, self.phases.each[index], masked)
         for group in self.sums[index]:
             self.say(f"{group.name} = {group.add(group.name, f'{group.name}_part')}")
         self.indent -= 1
@@ -327,9 +279,13 @@ class Emitter:
         place = {expr: i for i, expr in enumerate(self.program.builder.order)}
         for group in self.sums[index]:
             self.say(f"{group.name}_part = tl.full([{group.width}, ROWS], {constant(group.start)}, tl.float32)")
-        steps: list[tuple[Expr, Callable[[], None]]] = [(expr, partial(self._store, expr, where, masked)) for expr, where in phase.stores]
+        steps: list[tuple[Expr, Callable[[], None]]] = [
+            (expr, partial(self._store, expr, where, masked)) for expr, where in phase.stores
+        ]
         for group in self.sums[index]:
-            steps += [(expr.args[0], partial(self._total, group, slot, expr, masked)) for slot, expr in group.slots.items()]
+            steps += [
+                (expr.args[0], partial(self._total, group, slot, expr, masked)) for slot, expr in group.slots.items()
+            ]
             if group.project is not None:
                 steps += [(x, partial(self._term, group, s, masked)) for s, x in enumerate(group.project.args)]
         done: set[Expr] = set()
@@ -345,7 +301,7 @@ class Emitter:
         place = phase.reloads.get(expr)
         if place is not None:
             mask = "live & columns" if masked else "live"
-            text = f"tl.load({self._address(place)} + cols, mask={mask}, other=0.0, cache_modifier=\".cg\")"
+            text = f'tl.load({self._address(place)} + cols, mask={mask}, other=0.0, cache_modifier=".cg")'
         else:
             for arg in expr.args:
                 self._tiles(arg, phase, done, masked)
@@ -353,18 +309,21 @@ class Emitter:
         self.say(f"{self.names[expr]} = {text}")
 
     def _store(self, expr: Expr, place: Place, masked: bool) -> None:
-        self.say(f"tl.store({self._address(place)} + cols, {self.names[expr]}, mask={'live & columns' if masked else 'live'})")
+        mask = "live & columns" if masked else "live"
+        self.say(f"tl.store({self._address(place)} + cols, {self.names[expr]}, mask={mask})")
 
     def _total(self, group: Sums, slot: int, expr: Expr, masked: bool) -> None:
         (x,) = expr.args
         item = f"tl.where(columns, {self.names[x]}, {constant(group.start)})" if masked else self.names[x]
         levels = (self.block - 1).bit_length()
-        folded = f"fold_last(tl.broadcast_to({item}, [ROWS, {self.block}]), {FOLD[group.op]}, ROWS, {self.block}, {levels})"
+        folded = (
+            f"fold_last(tl.broadcast_to({item}, [ROWS, {self.block}]), {FOLD[group.op]}, ROWS, {self.block}, {levels})"
+        )
         self.say(f"{group.name}_part = tl.where({group.name}_slot == {slot}, {folded}.trans(), {group.name}_part)")
 
     def _term(self, group: Sums, s: int, masked: bool) -> None:
-        """Weights times rows on tensor cores, for part `s` of the row. bf16 rows against fp32 weights: the weight in three bf16 parts,
-        which lose nothing."""
+        """Weights times rows on tensor cores, for part `s` of the row. bf16 rows against fp32 weights: the weight in
+        three bf16 parts, which lose nothing."""
         assert group.project is not None
         weights = group.project.data[0]
         assert isinstance(weights, Weights)
@@ -372,7 +331,8 @@ class Emitter:
         assert source is not None
         name, w = f"{group.name}_part", self.names.new(f"{source.name}_tile")
         inside = f"{group.name}_inside" + (" & columns" if masked else "")
-        address = f"{source.name}_ptr + tl.minimum({group.name}_slot, {weights.outputs - 1}) * {weights.stride} + {weights.offsets[s]} + {_times('cols', weights.column)}"
+        lines = f"{source.name}_ptr + tl.minimum({group.name}_slot, {weights.outputs - 1}) * {weights.stride}"
+        address = f"{lines} + {weights.offsets[s]} + {_times('cols', weights.column)}"
         guard = ", mask=columns, other=0.0" if masked else ""
         self.say(f"{w} = tl.where({inside}, tl.load({address}{guard}), 0.0)")
         row = f"tl.broadcast_to({self.names[x]}, [ROWS, {self.block}])"
@@ -383,11 +343,14 @@ class Emitter:
         elif x.dtype == torch.bfloat16:
             self._dot_in_parts(name, row, w)
         else:
-            self.say(f"{name} = tl.dot({w}.to(tl.float32), {row}.to(tl.float32).trans(), {name}, input_precision=\"ieee\")")
+            self.say(
+                f'{name} = tl.dot({w}.to(tl.float32), {row}.to(tl.float32).trans(), {name}, input_precision="ieee")'
+            )
 
     def _dot_in_parts(self, name: str, row: str, w: str) -> None:
         self.say(f"{w}_hi = {w}.to(tl.bfloat16)", f"{w}_rest = {w} - {w}_hi.to(tl.float32)",
-                 f"{w}_mid = {w}_rest.to(tl.bfloat16)", f"{w}_lo = ({w}_rest - {w}_mid.to(tl.float32)).to(tl.bfloat16)")  # fmt: skip
+                 f"{w}_mid = {w}_rest.to(tl.bfloat16)",
+                 f"{w}_lo = ({w}_rest - {w}_mid.to(tl.float32)).to(tl.bfloat16)")  # fmt: skip
         for part in ("hi", "mid", "lo"):
             self.say(f"{name} = tl.dot({w}_{part}, {row}.trans(), {name})")
 
@@ -398,7 +361,11 @@ class Emitter:
         if expr.op == "load":
             return self._load(expr, masked)
         if expr.op == "cast":
-            return f"{names[0]}.to({TRITON[expr.dtype]})" if expr.args[0].op != "const" else f"tl.full([1, 1], {names[0]}, {TRITON[expr.dtype]})"
+            return (
+                f"{names[0]}.to({TRITON[expr.dtype]})"
+                if expr.args[0].op != "const"
+                else f"tl.full([1, 1], {names[0]}, {TRITON[expr.dtype]})"
+            )
         return TEXT[expr.op].format(**dict(zip("abc", names, strict=False)))
 
     def _load(self, expr: Expr, masked: bool) -> str:

@@ -1,9 +1,9 @@
 """Expressions: what one element of a tensor is, for one row and one column. The generator's only program.
 
-A tensor of the body is an array of expressions over its small axes; the row axis and the wide axis are never spelled out. An
-expression says whether it varies with the row and with the column, so each becomes one variable of the kernel: a number a row
-([ROWS, 1]) or a tile ([ROWS, BLOCK]). Three leave that pattern: a `total` folds the wide axis; a `project` is a row times a
-weight matrix, a vector of totals; a `pick` is one of them.
+A tensor of the body is an array of expressions over its small axes; the row axis and the wide axis are never spelled
+out. An expression says whether it varies with the row and with the column, so each becomes one variable of the
+kernel: a number a row ([ROWS, 1]) or a tile ([ROWS, BLOCK]). Three leave that pattern: a `total` folds the wide axis;
+a `project` is a row times a weight matrix, a vector of totals; a `pick` is one of them.
 """
 
 from __future__ import annotations
@@ -67,11 +67,14 @@ class Builder:
         return self.make(op, args, dtype)
 
     def fold(self, op: str, items: list[Expr]) -> Expr:
-        """Items combined in pairs, the pairs in pairs; sums are one expression until `fuse` knows what else reads the items."""
+        """Items combined in pairs, the pairs in pairs; sums are one expression until `fuse` knows what else reads the
+        items."""
         if op == "add" and len(items) > 1:
             return self.make("sum", tuple(items), torch.float32)
         while len(items) > 1:
-            items = [self.apply(op, *items[i : i + 2]) for i in range(0, len(items) - 1, 2)] + items[len(items) // 2 * 2 :]
+            items = [self.apply(op, *items[i : i + 2]) for i in range(0, len(items) - 1, 2)] + items[
+                len(items) // 2 * 2 :
+            ]
         return items[0]
 
     def total(self, op: str, x: Expr, width: int) -> Expr:
@@ -88,7 +91,8 @@ class Builder:
 
 @dataclass(frozen=True)
 class Weights:
-    """A weight matrix as the body lays it out: element (n, s, column) is at n * stride + offsets[s] + column * its number."""
+    """A weight matrix as the body lays it out: element (n, s, column) is at n * stride + offsets[s] + column * its
+    number."""
 
     source: int
     dtype: torch.dtype
@@ -100,7 +104,7 @@ class Weights:
 
 def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether every value of `narrow` is a value of `wide`."""
-    return wide == torch.float32 and narrow in (torch.bfloat16, torch.float16) or narrow == torch.bool
+    return (wide == torch.float32 and narrow in (torch.bfloat16, torch.float16)) or narrow == torch.bool
 
 
 def reachable(roots: Iterable[Expr], order: list[Expr]) -> list[Expr]:

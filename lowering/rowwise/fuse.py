@@ -3,8 +3,8 @@
     before   sum(mul(a, x), mul(b, y), mul(c, z))      add(mul(a, x), c)      sum(p, q, r, s)
     after    fma(c, z, fma(b, y, mul(a, x)))           fma(a, x, c)           add(add(p, q), add(r, s))
 
-Sums of products go one after the other, other sums in pairs, whatever the tile. Kernels are compiled with the compiler's own
-contraction off, so the bits are those of the text. Where it fuses, one rounding less than eager.
+Sums of products go one after the other, other sums in pairs, whatever the tile. Kernels are compiled with the
+compiler's own contraction off, so the bits are those of the text. Where it fuses, one rounding less than eager.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def fuse(program: Program) -> Program:
 
 
 def _lone_products(total: Expr, count: Counter[Expr]) -> list[Expr]:
-    """The operands of `total` that are products nobody else reads, all but one to start from; none where a sum has others."""
+    """The operands of `total` that are products nobody else reads, all but one to start from; none where a sum has
+    others."""
     lone = [arg for arg in total.args if arg.op == "mul" and count[arg] == 1]
     if total.op == "sum":
         return lone[1:] if len(lone) == len(total.args) else []
@@ -48,7 +49,9 @@ def _lone_products(total: Expr, count: Counter[Expr]) -> list[Expr]:
 
 def _rebuild(builder: Builder, expr: Expr, absorbed: set[Expr], new: dict[Expr, Expr]) -> Expr:
     if expr.op not in ("add", "sum"):
-        return builder.make(expr.op, tuple(new[arg] for arg in expr.args), expr.dtype, *expr.data, row=expr.row, wide=expr.wide)
+        return builder.make(
+            expr.op, tuple(new[arg] for arg in expr.args), expr.dtype, *expr.data, row=expr.row, wide=expr.wide
+        )
     products = [arg for arg in expr.args if arg in absorbed]
     items = [new[arg] for arg in expr.args if arg not in absorbed]
     while len(items) > 1:

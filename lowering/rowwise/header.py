@@ -21,9 +21,9 @@ def header(name: str, body: GraphModule, program: Program, phases: Phases, block
         f"body      {nodes} ATen nodes",
         f"reads     {'  '.join(map(_described, inputs))}",
         f"writes    {'  '.join(map(_described, outputs))}",
-        f"rounding  to {' and '.join(rounded) or 'f32 only'} where the body rounds; sums fp32, in an order that does not depend on T",
+        f"rounding  to {' and '.join(rounded) or 'f32 only'} where the body rounds; sums fp32, in an order without T",
         f"tile      ROWS rows by chunks of {block} columns; PARTS programs share a row, the last to arrive finishes it",
-        f"phases    {len(phases.list)}: {'; '.join(_phase(phases, i) for i in range(len(phases.list)))}",
+        f"phases    {len(phases.each)}: {'; '.join(_phase(phases, i) for i in range(len(phases.each)))}",
         f"bytes     {_bytes(inputs + outputs, True)} a row, {_bytes(inputs, False)} of weights",
     ]
     return '"""' + "\n".join(lines) + '\n"""\n\n'
@@ -39,8 +39,10 @@ def _bytes(tensors: list[Tensor], per_row: bool) -> str:
 
 
 def _phase(phases: Phases, index: int) -> str:
-    phase = phases.list[index]
+    phase = phases.each[index]
     count = len(phase.numbers)
     parts = [f"{count} number{'s' * (count != 1)} a row", f"{len(phase.tiles)} tiles"]
-    parts += [f"{len(phase.sums)} totals"] * bool(phase.sums) + [f"{len(phase.reloads)} read back"] * bool(phase.reloads)
+    parts += [f"{len(phase.sums)} totals"] * bool(phase.sums) + [f"{len(phase.reloads)} read back"] * bool(
+        phase.reloads
+    )
     return ", ".join(parts)

@@ -1,4 +1,5 @@
-"""launch: a generated kernel as a callable. It allocates outputs and scratch, picks the schedule by the number of rows, launches.
+"""launch: a generated kernel as a callable. It allocates outputs and scratch, picks the schedule by the number of
+rows, launches.
 
     kernel = generate(body)                 the text is kernel.source
     outputs = kernel.launch(*inputs)        in the order of the body's placeholders; no rows, no launch
@@ -29,7 +30,8 @@ SPARE, TILES = 8, 1 << 14  # sets of arrival counters made at once, and tiles of
 
 @dataclass(frozen=True)
 class Call:
-    """One launch: grid, arguments in order, tl.constexpr arguments, Triton's own options, and what it will have written."""
+    """One launch: grid, arguments in order, tl.constexpr arguments, Triton's own options, and what it will have
+    written."""
 
     grid: tuple[int, int]
     arguments: list[Any]
@@ -40,7 +42,8 @@ class Call:
 
 @dataclass
 class GeneratedKernel:
-    """`source` is a Python file; the kernel in it is called `name`. `schedules` is ascending by rows: see `schedule_for`."""
+    """`source` is a Python file; the kernel in it is called `name`. `schedules` is ascending by rows: see
+    `schedule_for`."""
 
     name: str
     source: str
@@ -123,8 +126,8 @@ class GeneratedKernel:
 class Arrivals:
     """Counters, one a tile of rows, that every launch leaves at zero. Launches on two streams must not share them.
 
-    They are made outside of graph capture, where zeroing is work of the graph and not yet done: for a capturing stream that
-    has none, a spare set is taken.
+    They are made outside of graph capture, where zeroing is work of the graph and not yet done: for a capturing
+    stream that has none, a spare set is taken.
     """
 
     of_stream: dict[tuple[torch.device, int], Tensor]

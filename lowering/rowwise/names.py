@@ -1,4 +1,5 @@
-"""names: what a kernel calls things. A value is called after the body's node that it is part of, numbered if several are."""
+"""names: what a kernel calls things. A value is called after the body's node that it is part of, numbered if several
+are."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ import torch
 
 from v41.lowering.rowwise.expr import Expr
 
-TRITON = {torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.bool: "tl.int1"}
+TRITON = {
+    torch.float32: "tl.float32",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float16: "tl.float16",
+    torch.bool: "tl.int1",
+}
 SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.bool: "bool"}
 LONG = {"convert_element_type": "cast", "split_with_sizes": "split"}  # nodes whose names say more than they need
 RESERVED = {"tl", "triton", "libdevice", "T", "tile", "part", "row", "lane", "live", "cols", "chunk", "step", "last",
@@ -30,7 +36,7 @@ class Names:
             stem = f"v_{stem}"
         number = self._count.get(stem, 0)
         self._count[stem] = number + 1
-        return f"{stem}_{number}" if re.search(r"\d$", stem) is None else f"{stem}_{number}"
+        return f"{stem}_{number}"
 
     def __getitem__(self, expr: Expr) -> str:
         if expr.op == "const":

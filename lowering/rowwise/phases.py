@@ -1,10 +1,12 @@
-"""phases: which part of the kernel computes what. A phase is a pass over the wide axis; what it totals is known to the next.
+"""phases: which part of the kernel computes what. A phase is a pass over the wide axis; what it totals is known to
+the next.
 
-    sum of squares -> rsqrt -> scaled row     phase 0 reads x and totals x*x; between, one rsqrt a row; phase 1 writes x * rsqrt
+    sum of squares -> rsqrt -> scaled row     phase 0 reads x and totals x*x; between, one rsqrt a row; phase 1 writes
+    x * rsqrt
 
-A tile needed again in a later phase is either computed again from what it was read from, or written down and read back: the
-cheaper in bytes. It is written as it was before a cast that only widened it, into an output that holds it anyway, or into an
-output of the same shape that is not yet written, else into scratch.
+A tile needed again in a later phase is either computed again from what it was read from, or written down and read
+back: the cheaper in bytes. It is written as it was before a cast that only widened it, into an output that holds it
+anyway, or into an output of the same shape that is not yet written, else into scratch.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from v41.lowering.rowwise.read import Program
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tile lies in memory: in output number `output` (None: in scratch slot `slot`), `offset` elements into the row."""
+    """Where a tile lies in memory: in output number `output` (None: in scratch slot `slot`), `offset` elements into
+    the row."""
 
     output: int | None
     slot: int
@@ -29,7 +32,8 @@ class Place:
 
 @dataclass
 class Phase:
-    """`numbers`: what is computed a row before the pass. `tiles`: what the pass computes, in order. `sums` are its totals."""
+    """`numbers`: what is computed a row before the pass. `tiles`: what the pass computes, in order. `sums` are its
+    totals."""
 
     numbers: list[Expr] = field(default_factory=list)
     tiles: list[Expr] = field(default_factory=list)
@@ -42,7 +46,7 @@ class Phase:
 @dataclass
 class Phases:
     program: Program
-    list: list[Phase]
+    each: list[Phase]
     depth: dict[Expr, int]
     scratch: list[Expr] = field(default_factory=list)  # one tile a slot, a whole row of each is kept
 
@@ -59,10 +63,10 @@ def assign_phases(program: Program) -> Phases:
     _place_outputs(phases)
     for expr in order:
         if expr.op in SUMS:
-            phases.list[depth[expr]].sums.append(expr)
+            phases.each[depth[expr]].sums.append(expr)
         elif not expr.wide and expr.op != "const":
-            phases.list[depth[expr]].numbers.append(expr)
-    for index, phase in reversed(list(enumerate(phases.list))):  # later phases decide what earlier ones must write
+            phases.each[depth[expr]].numbers.append(expr)
+    for index, phase in reversed(list(enumerate(phases.each))):  # later phases decide what earlier ones must write
         roots_here = [*(arg for total in phase.sums for arg in total.args), *(tile for tile, _ in phase.stores)]
         _collect(phases, index, roots_here, order)
     return phases
@@ -74,13 +78,13 @@ def _place_outputs(phases: Phases) -> None:
         wide = any(WIDE in factors for factors in value.dims)
         for i, item in enumerate(value.items()):
             place = Place(number, 0, tensor.stride, i * width if wide else i)
-            phase = phases.list[phases.depth[item] + (item.op in SUMS)]
+            phase = phases.each[phases.depth[item] + (item.op in SUMS)]
             (phase.stores if wide else phase.number_stores).append((item, place))
 
 
 def _collect(phases: Phases, index: int, roots: Iterable[Expr], order: list[Expr]) -> None:
     """Fills in the tiles of phase `index`, and which of them it reads back."""
-    phase, depth = phases.list[index], phases.depth
+    phase, depth = phases.each[index], phases.depth
     need: set[Expr] = set()
     stack = [root for root in roots if root.wide]
     while stack:
@@ -103,7 +107,7 @@ def _narrowest(expr: Expr) -> Expr:
 
 def _spill(phases: Phases, index: int, expr: Expr) -> Place | None:
     """Where `expr` is read back from in phase `index`, or None where computing it again moves fewer bytes."""
-    earlier = phases.list[phases.depth[expr]]
+    earlier = phases.each[phases.depth[expr]]
     kept = next((place for tile, place in earlier.stores if tile is expr), None)
     again = sum(load.dtype.itemsize for load in reachable([expr], phases.program.builder.order) if load.op == "load" and
                 load.wide and load.row)  # fmt: skip
@@ -120,8 +124,8 @@ def _spill(phases: Phases, index: int, expr: Expr) -> Place | None:
 
 def _free_output(phases: Phases, index: int, expr: Expr) -> Place | None:
     """An output tile of the same dtype that phase `index`, or a later one, writes for good and nothing uses before."""
-    taken = {place for phase in phases.list[:index] for _, place in phase.stores}
-    for tile, place in phases.list[-1].stores if index == len(phases.list) - 1 else []:
+    taken = {place for phase in phases.each[:index] for _, place in phase.stores}
+    for tile, place in phases.each[-1].stores if index == len(phases.each) - 1 else []:
         assert place.output is not None
         if place not in taken and phases.program.outputs[place.output][0].dtype == expr.dtype and tile is not expr:
             return place

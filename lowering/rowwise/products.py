@@ -1,4 +1,5 @@
-"""products: matrix products of a row. With a small second operand they are spelled out; along the wide axis they become totals.
+"""products: matrix products of a row. With a small second operand they are spelled out; along the wide axis they
+become totals.
 
     [T, k] @ [k, n], bmm [T, a, k] @ [T, k, b]     k small: sums of products, in order of k
     [T, S*D] @ [S*D, n]                            D the wide axis, n few outputs: one project over all of the row

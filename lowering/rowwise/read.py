@@ -1,11 +1,11 @@
 """read: a region's body becomes expressions, or is Refused with the reason.
 
-    before   GraphModule of ATen nodes, fake tensors in meta, dimension 0 of row tensors symbolic; nested regions allowed
+    before   GraphModule of ATen nodes, fake tensors in meta, dimension 0 of row tensors symbolic
     after    Program: inputs, and per output the expressions of its elements
 
-Readable when every node works on each row by itself (reductions over trailing axes, a product with a weight matrix that has
-few outputs, views, elementwise ops), in ops of `elementwise.py` and of this file. Every cast stays; whatever the body rounds
-to bf16 is rounded there. Repeated nodes are read once: an expression is made once.
+Readable when every node works on each row by itself (reductions over trailing axes, a product with a weight matrix
+that has few outputs, views, elementwise ops), in ops of the tables beside this file. Every cast stays; whatever the
+body rounds to bf16 is rounded there. An expression is made once. Nested regions are read in place.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read(body: GraphModule) -> Program:
     for index, node in enumerate(n for n in body.graph.nodes if n.op == "placeholder"):
         arguments.append(_input(program, index, node))
     results = _run(program, body, arguments)
-    (outputs,) = body.graph.output_node().args
+    outputs = outputs_of(body)
     for index, (node, value) in enumerate(zip(outputs, results, strict=True)):
         if not isinstance(value, Value) or value.dims[:1] != ((ROW,),):
             raise NotRowwise(body.graph.output_node(), f"output {index} has no row axis")
@@ -83,9 +83,17 @@ def read(body: GraphModule) -> Program:
     return program
 
 
-def _wide_size(body: GraphModule) -> int:
-    """The last dimension of the largest input or output that has rows: what is spread over lanes; 0 if all are short."""
+def outputs_of(body: GraphModule) -> list[Any]:
+    """What the output node lists."""
     (outputs,) = body.graph.output_node().args
+    assert isinstance(outputs, (list, tuple))
+    return list(outputs)
+
+
+def _wide_size(body: GraphModule) -> int:
+    """The last dimension of the largest input or output that has rows: what is spread over lanes; 0 if all are
+    short."""
+    outputs = outputs_of(body)
     nodes = [n for n in body.graph.nodes if n.op == "placeholder"] + [n for n in outputs if isinstance(n, Node)]
     shapes = [tuple(n.meta["val"].shape) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     rows = [shape for shape in shapes if shape and not isinstance(shape[0], int)]
@@ -151,7 +159,7 @@ def _run(program: Program, body: GraphModule, arguments: list[Any]) -> list[Any]
                 raise
             except Refused as refusal:
                 raise NotRowwise(node, refusal.reason) from None
-    (outputs,) = body.graph.output_node().args
+    outputs = outputs_of(body)
     return [env.get(node) if isinstance(node, Node) else None for node in outputs]
 
 
@@ -160,7 +168,7 @@ def _call(program: Program, node: Node, env: dict[Node, Any]) -> Any:
         return _run(program, body_of(node), [env[arg] for arg in node.args[2:]])  # type: ignore[index]
     if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
         return None  # arithmetic on sizes: the shapes in meta already hold its result
-    args = torch.fx.map_arg(node.args, lambda n: env[n])
+    args: Any = torch.fx.map_arg(node.args, lambda n: env[n])
     kwargs = {key: value for key, value in node.kwargs.items() if value is not None}
     if node.target is operator.getitem:
         return args[0][args[1]]
@@ -180,7 +188,7 @@ def _elementwise(program: Program, node: Node, args: tuple[Any, ...], kwargs: di
     operands = [i for i, arg in enumerate(args) if _is_operand(arg)]
     values = dict(zip(operands, broadcast(program.axes, [_as_value(program, args[i]) for i in operands]), strict=True))
     first = values[operands[0]]
-    if node.target in DIVISIONS and _is_shared(values[1]):
+    if node.target in DIVISIONS and _is_shared(values[1]) and not any(item.wide for item in values[0].items()):
         kwargs["shared"] = True
     out = np.empty(first.elements.shape, dtype=object)
     for index in np.ndindex(out.shape):
@@ -190,10 +198,10 @@ def _elementwise(program: Program, node: Node, args: tuple[Any, ...], kwargs: di
 
 
 def _is_shared(divisors: Value) -> bool:
-    """Whether several quotients have the same divisor: it is then inverted once."""
-    items = divisors.items()
-    one_a_row = any(WIDE in factors for factors in divisors.dims) and not any(item.wide for item in items)
-    return one_a_row or len(set(items)) < len(items)
+    """Whether several quotients have the same divisor. Of numbers it is inverted once; of tiles each quotient is a
+    division, since the error of one inverse would be the same in all columns and would not average out in their
+    sum."""
+    return len(set(divisors.items())) < len(divisors.items())
 
 
 def _is_operand(arg: Any) -> bool:

@@ -1,6 +1,7 @@
 """reductions: sums, means, extremes and variances over small axes (spelled out), over the wide axis (a total), or both.
 
-Both means: the small axes first, element by element, then one total of the wide axis. Accumulation is fp32, as in eager.
+Both means: the small axes first, element by element, then one total of the wide axis. Accumulation is fp32, as in
+eager.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ aten = ops.aten
 
 
 def _fold(program: Program, op: str, x: Value, dims: Any, keep: bool) -> tuple[Value, int]:
-    """`x` in fp32, folded by `op` over logical dimensions `dims` (None: all), and how many elements went into each result."""
+    """`x` in fp32, folded by `op` over logical dimensions `dims` (None: all), and how many elements went into each
+    result."""
     chosen = {dim % len(x.dims) for dim in (range(len(x.dims)) if dims is None or dims == [] else dims)}
     factors = [(factor, dim in chosen) for dim, group in enumerate(x.dims) for factor in group]
     if any(factor == ROW and folded for factor, folded in factors):
@@ -49,7 +51,7 @@ def _each(x: Value, function: Any, dtype: torch.dtype) -> Value:
 def _floating(meta: Any) -> torch.dtype:
     if not meta.dtype.is_floating_point:
         raise Refused(f"folds {meta.dtype}")
-    return meta.dtype  # type: ignore[no-any-return]
+    return meta.dtype
 
 
 def total(program: Program, meta: Any, x: Value, dims: Any = None, keep: bool = False, **_: Any) -> Value:

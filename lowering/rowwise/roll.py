@@ -1,10 +1,11 @@
 """roll: a run of equal steps becomes a loop, so that a kernel's size does not grow with the iterations of its body.
 
-    before   e0 e1 e2 | e3 e4 e5 | e6 e7 e8      each step the same ops, reading the step before or what precedes the run
-    after    Loop(first step, times=3)      begun where the fewest values pass from step to step
+    before   e0 e1 e2 | e3 e4 e5 | e6 e7 e8      each step the same ops, reading the step before or what precedes the
+    run after    Loop(first step, times=3)      begun where the fewest values pass from step to step
 
-Found by structure alone: expression i and expression i + period have the same op and the same operands, counted from where
-they stand, or one fixed expression in front of the run. Exact: the same operations on the same values in the same order.
+Found by structure alone: expression i and expression i + period have the same op and the same operands, counted from
+where they stand, or one fixed expression in front of the run. Exact: the same operations on the same values in the
+same order.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ LONGEST = 512  # expressions of one step
 
 @dataclass(frozen=True)
 class Loop:
-    """`first`: the expressions of the first step; `last`: those of the last, in the same order. `carried` maps a position of
-    the step to what stands there before the first one: the value that the next step reads."""
+    """`first`: the expressions of the first step; `last`: those of the last, in the same order. `carried` maps a
+    position of the step to what stands there before the first one: the value that the next step reads."""
 
     first: tuple[Expr, ...]
     last: tuple[Expr, ...]
@@ -37,7 +38,9 @@ def roll(numbers: list[Expr], used_outside: set[Expr]) -> list[Expr | Loop]:
     start, stop, period = best
     steps = (stop - start) // period
     starts = [start + turn for turn in range(period) if start + turn + (steps - 1) * period <= stop]
-    loops = [(at, _loop(numbers, place, at, at + (stop - at) // period * period, period, used_outside)) for at in starts]
+    loops = [
+        (at, _loop(numbers, place, at, at + (stop - at) // period * period, period, used_outside)) for at in starts
+    ]
     legal = [(len(loop.carried), at, loop) for at, loop in loops if loop is not None]
     if not legal:
         return list(numbers)
@@ -89,4 +92,6 @@ def _loop(
             at = place.get(arg, -1)
             if start <= at < start + period:
                 carried[at - start] = numbers[at - period]
-    return Loop(tuple(numbers[start : start + period]), tuple(numbers[stop - period : stop]), (stop - start) // period, carried)
+    return Loop(
+        tuple(numbers[start : start + period]), tuple(numbers[stop - period : stop]), (stop - start) // period, carried
+    )

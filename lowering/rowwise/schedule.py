@@ -1,21 +1,21 @@
-"""schedule: how rows and columns of one kernel are spread over programs. Data, chosen by the number of rows; never part of the result.
+"""schedule: how rows and columns of one kernel are spread over programs. Data, chosen by the number of rows; never
+part of the result.
 
-    few rows      a row a program and chunk: many programs a row, so that reading the weights keeps the whole chip busy
-    many rows     tiles of rows, each program all or much of their columns: weights are read once a tile
+few rows      a row a program and chunk: many programs a row, so that reading the weights keeps the whole chip busy
+many rows     tiles of rows, each program all or much of their columns: weights are read once a tile
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-
 RUNS = 16  # of chunks in a row, at most; a power of two
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`rows` a program; `group` chunks a program (chunks / group programs share a row); `tail` columns at a time in a later
-    pass that totals nothing; `stages` of software pipelining; `registers` a thread at most (0: any)."""
+    """`rows` a program; `group` chunks a program (chunks / group programs share a row); `tail` columns at a time in a
+    later pass that totals nothing; `stages` of software pipelining; `registers` a thread at most (0: any)."""
 
     rows: int
     group: int
@@ -26,13 +26,15 @@ class Schedule:
 
 
 def runs(chunks: int) -> tuple[int, int]:
-    """How many runs a row of `chunks` chunks is cut into, and chunks a run; where that comes out even, no chunk is padding."""
+    """How many runs a row of `chunks` chunks is cut into, and chunks a run; where that comes out even, no chunk is
+    padding."""
     count = max(n for n in (1, 2, 4, 8, RUNS) if n <= max(chunks, 1) and (chunks % n == 0 or n == RUNS))
     return count, max(-(-chunks // count), 1)
 
 
 def fit(schedule: Schedule, runs: int, run: int, width: int) -> Schedule:
-    """`schedule` for rows of `runs` runs of `run` chunks: a program has whole runs, or a divisor of all chunks that is less."""
+    """`schedule` for rows of `runs` runs of `run` chunks: a program has whole runs, or a divisor of all chunks that
+    is less."""
     groups = [n for n in range(1, runs * run + 1) if runs * run % n == 0 and (n <= run or n % run == 0)]
     group = max(n for n in groups if n <= max(schedule.group, 1))
     return replace(schedule, group=group, tail=min(schedule.tail, 1 << (max(width, 1) - 1).bit_length()))
@@ -43,7 +45,7 @@ FEW_TO_MANY = (  # most rows, schedule; for rows of about 80 chunks
     (32, Schedule(2, 2, 4, 4096)),
     (128, Schedule(8, 4, 4, 1024)),
     (512, Schedule(16, 5, 4, 512)),
-    (2048, Schedule(32, 20, 4, 256)),
+    (2048, Schedule(32, 20, 8, 256)),
     (1 << 62, Schedule(64, 20, 8, 128)),
 )
 

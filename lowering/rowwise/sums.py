@@ -1,7 +1,7 @@
 """sums: the totals of one phase, packed into as few vectors as their kinds allow, [width, ROWS] each.
 
-A projection fills the first slots of its vector, single totals of the same kind the spare ones behind, so that a chunk's totals
-travel as one store and one load.
+A projection fills the first slots of its vector, single totals of the same kind the spare ones behind, so that a
+chunk's totals travel as one store and one load.
 """
 
 from __future__ import annotations

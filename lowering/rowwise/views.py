@@ -1,11 +1,12 @@
-"""views: ATen ops that move elements and compute nothing. Shapes come from the node's meta, never from size arithmetic."""
+"""views: ATen ops that move elements and compute nothing. Shapes come from the node's meta, never from size
+arithmetic."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import ops
 
 from v41.lowering.rowwise import axes as ax
@@ -41,7 +42,9 @@ def expand(program: Program, meta: Any, x: Value, *_: Any, **__: Any) -> Value:
     return ax.expand(program.axes, x, tuple(meta.shape))
 
 
-def cut(program: Program, meta: Any, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
+def cut(
+    program: Program, meta: Any, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Value:
     size = meta.shape[dim]
     if not isinstance(size, int):
         if x.dims[dim] == (ax.ROW,) and start in (None, 0) and step == 1 and _is_end(end):
@@ -55,7 +58,7 @@ def cut(program: Program, meta: Any, x: Value, dim: int = 0, start: Any = None, 
 
 
 def _is_end(end: Any) -> bool:
-    return end is None or isinstance(end, int) and end >= 2**62
+    return end is None or (isinstance(end, int) and end >= 2**62)
 
 
 def _size(program: Program, x: Value, dim: int) -> int:
@@ -75,7 +78,7 @@ def unbind(program: Program, meta: Any, x: Value, dim: int = 0) -> list[Value]:
 
 def split(program: Program, meta: Any, x: Value, sizes: Any, dim: int = 0) -> list[Value]:
     bounds = np.cumsum([0, *(part.shape[dim] for part in meta)])
-    return [ax.take(program.axes, x, dim, int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [ax.take(program.axes, x, dim, int(a), int(b)) for a, b in pairwise(bounds)]
 
 
 def cat(program: Program, meta: Any, parts: list[Value], dim: int = 0) -> Value:
@@ -94,10 +97,8 @@ VIEWS: dict[Any, Any] = {
     **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
                      aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default), reshape),
     **dict.fromkeys((aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default), same),
-    aten.permute.default: permute, aten.transpose.int: transpose, aten.t.default: transpose, aten.expand.default: expand,
-    aten.slice.Tensor: cut, aten.select.int: select, aten.unbind.int: unbind, aten.cat.default: cat,
+    aten.permute.default: permute, aten.transpose.int: transpose, aten.t.default: transpose, aten.expand.default:
+    expand, aten.slice.Tensor: cut, aten.select.int: select, aten.unbind.int: unbind, aten.cat.default: cat,
     aten.split_with_sizes.default: split, aten.split.Tensor: split, aten.full.default: full,
     aten.scalar_tensor.default: full,
 }  # fmt: skip
-
-__all__ = ["VIEWS", "torch"]

@@ -1,1 +1,2 @@
-"""bench: measurements on a GPU, each checked against fp64 before it is timed, each kept as JSON with everything it depends on."""
+"""bench: measurements on a GPU, each checked against fp64 before it is timed, each kept as JSON with everything it
+depends on."""

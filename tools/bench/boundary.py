@@ -1,11 +1,13 @@
-"""bench boundary: the generated kernel of the mHC boundary against eager, torch.compile and max-autotune, on the GPU here.
+"""bench boundary: the generated kernel of the mHC boundary against eager, torch.compile and max-autotune, on the GPU
+here.
 
-    python3 -m v41.tools.bench.boundary check                  right, same bits in every bucket, NaN rows harmless, no race
-    python3 -m v41.tools.bench.boundary tune [--rows 1 16]     µs of many schedules, the best first
-    python3 -m v41.tools.bench.boundary bench --out FILE       µs of every contender, JSON beside the table
+    python3 -m v41.tools.bench.boundary check                  right, same bits in every bucket, NaN rows harmless, no
+    race python3 -m v41.tools.bench.boundary tune [--rows 1 16]     µs of many schedules, the best first python3 -m
+    v41.tools.bench.boundary bench --out FILE       µs of every contender, JSON beside the table
 
-Contenders get what a user can give them: reorder_for_locality off, and of static and dynamic shapes the faster. One that fails is
-recorded with its error. Contenders that would start after --budget seconds are left out, and the JSON says so.
+Contenders get what a user can give them: reorder_for_locality off, and of static and dynamic shapes the faster. One
+that fails is recorded with its error. Contenders that would start after --budget seconds are left out, and the JSON
+says so.
 """
 
 from __future__ import annotations
@@ -136,13 +138,20 @@ def contenders(kernel: GeneratedKernel) -> dict[str, Callable[[int], Callable[..
     }
 
 
-def bench(kernel: GeneratedKernel, rows_list: Sequence[int], deadline: float) -> list[dict[str, Any]]:
-    """One record a number of rows and contender, contender by contender, the slow compilers last."""
-    records = []
+def bench(
+    kernel: GeneratedKernel,
+    rows_list: Sequence[int],
+    deadline: float,
+    records: list[dict[str, Any]],
+    save: Callable[[], None],
+) -> None:
+    """One record a number of rows and contender, the slow compilers last; each saved at once."""
     sets = {rows: input_sets(rows) for rows in rows_list}
     truth = {rows: [t.cpu() for t in seam.oracle(seam.capture().cuda(), sets[rows][0])] for rows in rows_list}
     for name, make in contenders(kernel).items():
-        for rows in rows_list if name != "max-autotune" else sorted(rows_list, key=lambda r: (r not in (1, 4096, 16), r)):
+        for rows in (
+            rows_list if name != "max-autotune" else sorted(rows_list, key=lambda r: (r not in (1, 4096, 16), r))
+        ):
             record: dict[str, Any] = {"contender": name, "rows": rows}
             started = time.perf_counter()
             try:
@@ -152,14 +161,23 @@ def bench(kernel: GeneratedKernel, rows_list: Sequence[int], deadline: float) ->
             except Exception as error:  # the record of a contender that fails is the result
                 record["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
             record["seconds"] = round(time.perf_counter() - started, 1)
-            print(json.dumps({key: record[key] for key in ("contender", "rows", "us", "failed", "seconds") if key in record}), flush=True)
+            print(
+                json.dumps(
+                    {key: record[key] for key in ("contender", "rows", "us", "failed", "seconds") if key in record}
+                ),
+                flush=True,
+            )
             records.append(record)
-    return records
+            save()
 
 
 @torch.no_grad()
 def measure(
-    make: Callable[[int], Callable[..., Any]], rows: int, sets: Sequence[tuple[Tensor, ...]], truth: Sequence[Tensor], name: str
+    make: Callable[[int], Callable[..., Any]],
+    rows: int,
+    sets: Sequence[tuple[Tensor, ...]],
+    truth: Sequence[Tensor],
+    name: str,
 ) -> dict[str, Any]:
     started = time.perf_counter()
     call = make(rows)
@@ -183,7 +201,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     us = {(r["rows"], r["contender"]): r.get("us") for r in records}
     lines = ["rows" + "".join(f"{name:>18}" for name in names) + f"{'best other / ours':>20}  (µs)"]
     for rows in rows_list:
-        others = [us[rows, n] for n in names[1:] if n != "eager" and us.get((rows, n))]
+        others = [t for n in names[1:] if n != "eager" and (t := us.get((rows, n)))]
         ours = us.get((rows, names[0]))
         ratio = f"{min(others) / ours:.2f}" if others and ours else "-"
         cells = "".join(f"{us.get((rows, n)) or '-':>18}" for n in names)
@@ -192,7 +210,9 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="v41 bench boundary", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="v41 bench boundary", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("mode", choices=("check", "tune", "bench"))
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--block", type=int, default=64, help="columns of a chunk")
@@ -201,7 +221,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    result: dict[str, Any] = {"case": f"boundary {args.mode}", "shape": [seam.STREAMS, seam.WIDTH], **timing.provenance()}
+    result: dict[str, Any] = {
+        "case": f"boundary {args.mode}",
+        "shape": [seam.STREAMS, seam.WIDTH],
+        **timing.provenance(),
+    }
+
+    def save() -> None:
+        result["seconds"] = round(time.perf_counter() - started, 1)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
     if args.mode == "tune":
         result["records"] = tune(args.rows, args.workers, args.budget)
     elif args.mode == "check":
@@ -209,13 +240,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(result["checks"], indent=1))
     else:
         kernel = kernel_of(args.block)
-        result["options"] = {"reorder_for_locality": False, "schedules": [str(s) for s in kernel.schedules], "block": args.block}
-        result["records"] = bench(kernel, args.rows, started + args.budget)
+        result["options"] = {
+            "reorder_for_locality": False,
+            "schedules": [str(s) for s in kernel.schedules],
+            "block": args.block,
+        }
+        bench(kernel, args.rows, started + args.budget, result.setdefault("records", []), save)
         print(table(result["records"]))
-    result["seconds"] = round(time.perf_counter() - started, 1)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    save()
     return 0
 
 

@@ -1,8 +1,10 @@
-"""seam: the mHC boundary as a case to measure: plain function, inputs at released widths, captured body, fp64 oracle."""
+"""seam: the mHC boundary as a case to measure: plain function, inputs at released widths, captured body, fp64
+oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -46,11 +48,21 @@ def inputs(rows: int, device: str, seed: int = 0, width: int = WIDTH) -> tuple[T
 
 class _Plain(torch.nn.Module):
     def forward(
-        self, X: Tensor, y: Tensor, C: Tensor, B: Tensor, A: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor
+        self,
+        X: Tensor,
+        y: Tensor,
+        C: Tensor,
+        B: Tensor,
+        A: Tensor,
+        fn: Tensor,
+        base: Tensor,
+        scale: Tensor,
+        norm: Tensor,
     ) -> tuple[Tensor, ...]:
         return plain(X, y, C, B, A, fn, base, scale, norm)
 
 
+@cache
 def capture(width: int = WIDTH) -> GraphModule:
     """The functional, decomposed ATen graph of `plain`, its rows symbolic."""
     arguments = inputs(7, "cpu", width=width)

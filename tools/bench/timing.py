@@ -1,7 +1,7 @@
 """timing: what one call costs on a GPU, without launch latency, with cold weights; and which kernels it launches.
 
-Many calls go into one CUDA graph, each on the next of several sets of inputs, together larger than the L2 cache; the graph is replayed
-and the median divided by the calls.
+Many calls go into one CUDA graph, each on the next of several sets of inputs, together larger than the L2 cache; the
+graph is replayed and the median divided by the calls.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -59,7 +59,13 @@ def launches(call: Callable[[], Any], generated: str) -> dict[str, dict[str, flo
     split: dict[str, dict[str, float]] = defaultdict(lambda: {"launches": 0, "us": 0.0})
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and event.name != "Command Buffer Full":
-            known = "generated" if event.name.startswith(generated) else "inductor" if event.name.startswith("triton_") else "library"
+            known = (
+                "generated"
+                if event.name.startswith(generated)
+                else "inductor"
+                if event.name.startswith("triton_")
+                else "library"
+            )
             split[known]["launches"] += 1
             split[known]["us"] += event.self_device_time_total
     return dict(split)
@@ -67,7 +73,7 @@ def launches(call: Callable[[], Any], generated: str) -> dict[str, dict[str, flo
 
 def provenance() -> dict[str, Any]:
     """Commit, device, versions and date."""
-    import triton
+    import triton  # type: ignore[import-untyped]
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
@@ -76,5 +82,5 @@ def provenance() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -1,6 +1,7 @@
 """tuning: many schedules of one kernel, compiled by many processes, timed by one.
 
-A worker compiles its share by launching it once: Triton's cache on disk then holds every schedule when the timing process asks.
+A worker compiles its share by launching it once: Triton's cache on disk then holds every schedule when the timing
+process asks.
 """
 
 from __future__ import annotations
@@ -22,20 +23,43 @@ Candidate = tuple[int, int, Schedule]  # rows, block, schedule
 
 SPACE: dict[int, dict[str, tuple[Any, ...]]] = {  # rows -> what is tried; group counts chunks of 64 columns
     1: {"rows": (1,), "group": (1, 2), "warps": (2, 4, 8), "tail": (8192, 2048), "stages": (1,), "registers": (0,)},
-    16: {"rows": (1, 2, 4), "group": (2, 4, 8), "warps": (4,), "tail": (8192, 2048), "stages": (1,), "registers": (0,)},
-    64: {"rows": (4, 8, 16), "group": (4, 8, 16), "warps": (4,), "tail": (1024,), "stages": (1, 2), "registers": (0,)},
-    256: {"rows": (8, 16, 32), "group": (4, 8, 16), "warps": (4, 8), "tail": (512,), "stages": (1,), "registers": (0, 128)},
-    1024: {"rows": (16, 32, 64), "group": (8, 16, 40), "warps": (4, 8), "tail": (256,), "stages": (1,), "registers": (0, 128)},
-    4096: {"rows": (16, 32, 64), "group": (20, 40, 80), "warps": (4, 8), "tail": (128,), "stages": (1, 2), "registers": (0, 128)},
+    16: {"rows": (1, 2, 4), "group": (2, 5, 10), "warps": (4,), "tail": (4096,), "stages": (1,), "registers": (0,)},
+    64: {"rows": (4, 8, 16), "group": (5, 10, 20), "warps": (4,), "tail": (1024,), "stages": (1, 2), "registers": (0,)},
+    256: {
+        "rows": (8, 16, 32),
+        "group": (5, 10, 20),
+        "warps": (4,),
+        "tail": (512,),
+        "stages": (1, 2),
+        "registers": (0,),
+    },
+    1024: {
+        "rows": (16, 32, 64),
+        "group": (10, 20, 40),
+        "warps": (4, 8),
+        "tail": (256,),
+        "stages": (1,),
+        "registers": (0,),
+    },
+    4096: {
+        "rows": (16, 32, 64),
+        "group": (20, 40, 80),
+        "warps": (4, 8),
+        "tail": (256,),
+        "stages": (1, 2),
+        "registers": (0,),
+    },
 }
 
 
 def candidates(rows: int, blocks: Sequence[int] = (64, 128)) -> Iterator[Candidate]:
     """What is tried at `rows`; a chunk of 128 columns halves the group."""
-    space = SPACE[min(SPACE, key=lambda known: abs(known - rows))]
+    space, seen = SPACE[min(SPACE, key=lambda known: abs(known - rows))], set[Candidate]()
     for block, tile, group, warps, tail, stages, registers in product(blocks, *space.values()):
-        if tile * block <= 1024 * warps and (block == 64 or stages == 1):
-            yield rows, block, Schedule(tile, max(group * 64 // block, 1), warps, tail, stages, registers)
+        schedule = Schedule(tile, max(group * 64 // block, 1), warps, tail, stages, registers)
+        if tile * block <= 1024 * warps and (rows, block, schedule) not in seen:
+            seen.add((rows, block, schedule))
+            yield rows, block, schedule
 
 
 def tune(rows_list: Sequence[int], workers: int, budget: float) -> list[dict[str, Any]]:
@@ -84,7 +108,7 @@ _KERNELS: dict[int, GeneratedKernel] = {}
 
 
 def _compile_one(candidate: Candidate) -> dict[str, Any]:
-    rows, block, schedule = candidate
+    _, block, schedule = candidate
     if block not in _KERNELS:
         _KERNELS[block] = _kernel(block)
     kernel = _KERNELS[block]
@@ -94,18 +118,34 @@ def _compile_one(candidate: Candidate) -> dict[str, Any]:
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:120]}"}
     seconds = round(time.perf_counter() - started, 1)
-    return {"registers": compiled.n_regs, "spills": compiled.n_spills, "shared": compiled.metadata.shared, "compile_s": seconds}
+    return {
+        "registers": compiled.n_regs,
+        "spills": compiled.n_spills,
+        "shared": compiled.metadata.shared,
+        "compile_s": seconds,
+    }
 
 
 def _time(
-    candidate: Candidate, kernels: dict[int, GeneratedKernel], sets: Sequence[tuple[Any, ...]], facts: dict[Candidate, Any], deadline: float
+    candidate: Candidate,
+    kernels: dict[int, GeneratedKernel],
+    sets: Sequence[tuple[Any, ...]],
+    facts: dict[Candidate, Any],
+    deadline: float,
 ) -> dict[str, Any]:
     rows, block, schedule = candidate
-    record = {"rows": rows, "block": block, "schedule": str(schedule).removeprefix("Schedule"), **facts.get(candidate, {"failed": "not compiled"})}
+    record = {
+        "rows": rows,
+        "block": block,
+        "schedule": str(schedule).removeprefix("Schedule"),
+        **facts.get(candidate, {"failed": "not compiled"}),
+    }
     if "failed" in record or time.perf_counter() > deadline:
         return record
     try:
-        record["us"] = round(timing.microseconds(lambda *args: kernels[block].launch(*args, schedule=schedule), sets), 2)
+        record["us"] = round(
+            timing.microseconds(lambda *args: kernels[block].launch(*args, schedule=schedule), sets), 2
+        )
         torch.cuda.synchronize()
     except Exception as error:
         record["failed"] = f"{type(error).__name__}: {str(error)[:120]}"

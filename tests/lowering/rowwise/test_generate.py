@@ -1,4 +1,5 @@
-"""Generated kernels, interpreted: right by the rounding contract, the same bits with every schedule, or refused with a reason."""
+"""Generated kernels, interpreted: right by the rounding contract, the same bits with every schedule, or refused with
+a reason."""
 
 from __future__ import annotations
 
@@ -49,10 +50,17 @@ def seam_inputs(streams: int, width: int, rows: int = 7) -> tuple[list[Tensor], 
 
 @pytest.mark.parametrize(
     ("streams", "width", "norm", "iters", "extra"),
-    [(4, 128, rms_norm, 20, False), (3, 128, rms_norm, 7, False), (4, 96, layer_norm, 5, False), (2, 64, rms_norm, 4, True)],
+    [
+        (4, 128, rms_norm, 20, False),
+        (3, 128, rms_norm, 7, False),
+        (4, 96, layer_norm, 5, False),
+        (2, 64, rms_norm, 4, True),
+    ],
     ids=["as-is", "three-streams-seven-iterations", "layer-norm", "extra-output"],
 )
-def test_boundary(interpreter: Interpreter, streams: int, width: int, norm: Callable[..., Tensor], iters: int, extra: bool) -> None:
+def test_boundary(
+    interpreter: Interpreter, streams: int, width: int, norm: Callable[..., Tensor], iters: int, extra: bool
+) -> None:
     body, kernel = generated(seam(norm, iters, extra), *seam_inputs(streams, width))
     check_everywhere(interpreter, body, kernel)
 
@@ -65,7 +73,10 @@ def test_rows_do_not_touch_each_other(interpreter: Interpreter) -> None:
     alone = [arg[2:3].contiguous() if rows else arg for arg, rows in zip(inputs, per_row, strict=True)]
     for a, b in zip(interpret(interpreter, kernel, alone), whole, strict=True):
         assert torch.equal(a, b[2:3])
-    dirty = [arg.index_fill(0, torch.tensor(3), float("nan")) if rows else arg for arg, rows in zip(inputs, per_row, strict=True)]
+    dirty = [
+        arg.index_fill(0, torch.tensor(3), float("nan")) if rows else arg
+        for arg, rows in zip(inputs, per_row, strict=True)
+    ]
     for schedule in SCHEDULES:
         results = interpret(interpreter, kernel, dirty, schedule)
         keep = torch.arange(6) != 3
