@@ -12,22 +12,21 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import Tensor
 
 from v41.model_def.config import V41Config
+from v41.model_def.generation import Forward, sampling
 from v41.model_def.model import V41ForCausalLM
 from v41.report import CompileReport, collect
 from v41.tools.bytes import encode, packaged_prompts
 from v41.tools.compare import Agreement, agree
 from v41.tools.exact import Exact
-from v41.tools.generate import Forward, Generation, generate, replay, steps_needed
 from v41.tools.generate_view import show_all, values
+from v41.tools.recording import Recording, record, replay, steps_needed
 
 WIDTH = 120
 
@@ -41,7 +40,7 @@ class Outcome:
     device: str
     parameters: int
     prompts: list[list[int]]
-    made: Generation
+    made: Recording
     agreements: dict[int, tuple[Agreement, list[tuple[int, int]]]]  # seed -> rows, and request and position of each
     reports: list[CompileReport]
 
@@ -74,13 +73,13 @@ def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
     settings: dict[str, Any] = {"tokens": arguments.tokens, "chunk": arguments.chunk, "device": device}
     steps = steps_needed(prompts, arguments.tokens, arguments.chunk)
 
-    def advancing(what: str) -> Callable[..., None]:
+    def advancing(what: str) -> Callable[[], None]:
         task = progress.add_task(what, total=steps)
-        return lambda *_: progress.advance(task)
+        return lambda: progress.advance(task)
 
     agreements = {}
     with collect() as reports:
-        made = generate(compiled, config, prompts, **settings, progress=advancing("compile, read and write"))
+        made = record(compiled, config, prompts, **settings, progress=advancing("compile, read and write"))
         for seed in range(arguments.seeds if arguments.compare_eager else 0):
             if seed and not arguments.checkpoint:
                 model.load_state_dict(build_model(arguments, seed, device).state_dict())
@@ -107,17 +106,12 @@ def compare(
     prompts: list[list[int]],
     seed: int,
     settings: dict[str, Any],
-    tick: Callable[..., None],
+    tick: Callable[[], None],
 ) -> tuple[Agreement, list[tuple[int, int]]]:
     """Eager writes, with tokens drawn by `seed`; the compiled model and the exact run read the same."""
-    choose = partial(draw, generator=torch.Generator().manual_seed(seed))
-    eager = generate(model, model.config, prompts, **settings, choose=choose, progress=tick)
+    choose = sampling(1.0, torch.Generator(settings["device"]).manual_seed(seed))
+    eager = record(model, model.config, prompts, **settings, choose=choose, progress=tick)
     logits = replay(compiled, model.config, eager, settings["device"])
     with Exact():
         exact = replay(model, model.config, eager, settings["device"])
     return agree(eager.logits, logits, exact), eager.places
-
-
-def draw(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A token for each row, with the probability the model gives it."""
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
