@@ -192,6 +192,13 @@ def fake_mode_of(values: Sequence[object]) -> Any:
     )
 
 
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Under it, operators compute though AOTAutograd has a FakeTensorMode on: passes may try expressions on numbers."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def without_guards(fake_mode: Any) -> contextlib.AbstractContextManager[Any]:
     """Under it, recomputing meta neither adds a guard nor leaves a fresh unbacked symbol pending."""
     stack = contextlib.ExitStack()

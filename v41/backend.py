@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from v41._compat import functional_aten, graph_break, input_name, times_compiled_before
+from v41._compat import functional_aten, graph_break, input_name, real_tensors, times_compiled_before
 from v41.errors import GradientsRequested
 from v41.options import Options, parse
 from v41.passes.partition import partition
@@ -86,7 +86,8 @@ def build(aten: GraphModule, codegen: str, check: bool, report: CompileReport) -
     start = clock()
     programs = programs_wanted()
     report.program = text_of(aten) if programs else None
-    program, report.passes = run_pipeline(aten, check=check, programs=programs)
+    with real_tensors():
+        program, report.passes = run_pipeline(aten, check=check, programs=programs)
     report.seconds["passes"], start = clock() - start, clock()
     plan = partition(program, cut_at=CUT_AT)
     report.seconds["partition"], start = clock() - start, clock()

@@ -13,6 +13,7 @@ artifact.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -98,8 +99,8 @@ class Plan:
                 piece.key[:8] if first[piece.key] == piece.name else f"= {first[piece.key]}",
                 str(piece.nodes),
                 str(len(piece.reads)),
-                ", ".join(f"{name} {self.values[name]}" for name in piece.returns) or "-",
-                ", ".join(piece.writes) or "-",
+                _few([f"{name} {self.values[name]}" for name in piece.returns]),
+                _few(piece.writes),
                 piece.border,
                 piece.source,
             )
@@ -109,3 +110,9 @@ class Plan:
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    """A cell: the first names, and how many more there are; "-" for none."""
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more]) or "-"

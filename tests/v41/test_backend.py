@@ -323,6 +323,19 @@ def test_identical_layers_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (report.pieces, report.artifacts) == (10, 2)
 
 
+def test_passes_compute_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd has a mode on in which tensors are fake; a pass that tries an expression needs real ones."""
+    seen: list[float] = []
+
+    def probe(gm: torch.fx.GraphModule) -> list[Decision]:
+        seen.append(torch.arange(4.0).sum().item())
+        return []
+
+    monkeypatch.setattr(backend, "run_pipeline", lambda gm, **settings: run_pipeline(gm, [Pass(probe)], **settings))
+    check(lambda x: x + 1, torch.randn(3))
+    assert seen == [6.0]
+
+
 def test_a_piece_that_inductor_cannot_compile_runs_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(body: torch.fx.GraphModule, name: str) -> Any:
         raise NotImplementedError("no such lowering\nwith a long story")
