@@ -149,7 +149,7 @@ def build_batch(
         columns=columns,
         first_rows=torch.tensor(bounds[:-1], dtype=torch.int64),
         slot_of_request=torch.tensor([chunk.slot for chunk in chunks], dtype=torch.int64),
-        longest=torch.arange(max(lengths, default=0)),
+        longest=torch.arange(max([min(rows, 1), *lengths])),  # a pad row has its place, too
         blocks={m: torch.arange(block_count(config, chunks, m)) for m in sorted({*config.compress_ratios} - {0})},
         logit_rows=torch.tensor([bounds[i] + p - chunks[i].start for i, p in logits], dtype=torch.int64),
         host=Host(tuple(chunks), tuple(bounds), tuple(logits), rows),

@@ -1,0 +1,269 @@
+"""A row's result hangs on its request alone: not on chunks, neighbours, slots, pad rows or what a cache held before.
+
+Everything here is bit for bit: sums in exact mode do not show their order. What a batch cannot hold is refused with a
+type each; what it is made of is checked against plain bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.model_def.exact import exact
+from tests.strategies.batches import Schedule, poisoned, schedules
+from tests.strategies.configs import configs
+from v41.model_def.batch import Chunk, build_batch, mark
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+from v41.model_def.errors import (
+    BucketTooSmall,
+    ChunkLongerThanSlot,
+    ChunkOutOfTokens,
+    HitNotReplayable,
+    ModelError,
+    NoSuchSlot,
+    SlotUsedTwice,
+    TokenOutOfVocabulary,
+)
+from v41.model_def.model import V41ForCausalLM
+
+TINY = V41Config.preset("tiny")
+QUICK = TINY.replace(  # window only; ratio 2 behind an Engram; ratio 1 with candidates; a re-indexer inside them
+    num_hidden_layers=4,
+    compress_ratios=(0, 2, 1, 1),
+    kv_source_layer_ids=(1, 2),
+    index_source_layer_ids=(1, 2, 3),
+    candidate_source_layer_id=2,
+    engram_layer_ids=(1,),
+    engram_num_embeddings=(660,),
+    hidden_size=64,
+    hc_sinkhorn_iters=2,
+    sliding_window=4,
+    index_topk=3,
+    candidate_topk_blocks=2,
+    candidate_block_size=2,
+)
+
+
+TWO_LAYERS = QUICK.replace(  # the two kinds with the most in them: this compiles in seconds
+    num_hidden_layers=2,
+    compress_ratios=(2, 2),
+    kv_source_layer_ids=(0,),
+    index_source_layer_ids=(0, 1),
+    candidate_source_layer_id=0,
+    engram_layer_ids=(),
+    engram_num_embeddings=(),
+    hc_sinkhorn_iters=1,
+)
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # of examples that take a second each
+forwards = settings(max_examples=8, phases=NO_SHRINKING)
+
+
+@torch.no_grad()
+def alone(model: V41ForCausalLM, request: list[int]) -> Tensor:
+    """Logits of all rows [tokens, V], in one step on a fresh cache."""
+    cache = Cache.zeros(model.config, 1, len(request))
+    with exact():
+        return model(build_batch(model.config, cache, [Chunk(request, 0, 0, every_logit=True)]), cache)
+
+
+@torch.no_grad()
+def scheduled(model: V41ForCausalLM, schedule: Schedule) -> list[Tensor]:
+    """The same rows by way of `schedule`, on a cache full of NaN."""
+    cache = poisoned(model.config, schedule.slots, max(map(len, schedule.requests)))
+    rows: list[list[Tensor]] = [[] for _ in schedule.requests]
+    for s, chunks in enumerate(schedule.steps):
+        batch = build_batch(model.config, cache, chunks, bucket=schedule.bucket(s))
+        with exact():
+            logits = model(batch, cache)
+        for row, (chunk, position) in zip(logits, batch.host.logits, strict=True):
+            owner = rows[schedule.owners[s][chunk]]
+            assert position == len(owner)
+            owner.append(row)
+    return [torch.stack(row) for row in rows]
+
+
+def check_rows(config: V41Config, schedule: Schedule) -> None:
+    model = V41ForCausalLM.random(config, seed=5)
+    for request, logits in zip(schedule.requests, scheduled(model, schedule), strict=True):
+        assert torch.isfinite(logits).all()
+        assert torch.equal(logits, alone(model, request))
+
+
+@forwards
+@given(schedules(TINY.vocab_size))
+def test_rows_hang_on_their_request_alone(schedule: Schedule) -> None:
+    check_rows(QUICK, schedule)
+
+
+@pytest.mark.slow
+@settings(phases=NO_SHRINKING)
+@given(st.data())
+def test_rows_of_any_model_hang_on_their_request_alone(data: st.DataObject) -> None:
+    config = data.draw(configs(max_layers=5))
+    check_rows(config, data.draw(schedules(config.vocab_size)))
+
+
+@forwards
+@given(schedules(TINY.vocab_size, requests=2), st.integers(-1, 300))
+def test_pad_rows_reach_nothing(schedule: Schedule, garbage: int) -> None:
+    """Pad rows of NaN with any numbers beside them: no slot of the cache changes, and no row's logits do."""
+    model, chunks = V41ForCausalLM.random(QUICK, seed=6), schedule.steps[0]
+    start, nobody = sum(chunk.rows for chunk in chunks), QUICK.vocab_size - 1
+    model.embed.weight.data[nobody] = torch.nan
+    results = []
+    for pads in (0, 3):
+        cache = Cache.zeros(QUICK, schedule.slots, 40)
+        batch = build_batch(QUICK, cache, chunks, bucket=start + pads)
+        for tensor in (batch.starts, batch.stops, batch.floors, batch.late_floors, batch.hits, batch.lookback):
+            tensor[start:] = garbage
+        batch.tokens[start:] = nobody
+        with exact(), torch.no_grad():
+            logits = model(batch, cache)
+        live = [t[:-1] for t in (*cache.rings, *cache.tails.values())]
+        stored = [t[:-1, :-1] for t in (*cache.entries.values(), *cache.index_keys.values())]
+        results.append([logits, *live, *stored])
+    assert all(map(torch.equal, *results))
+
+
+@given(schedules(TINY.vocab_size))
+def test_fields_are_what_they_say(schedule: Schedule) -> None:
+    config, order = TINY, TINY.engram_max_ngram_size
+    cache = Cache.zeros(config, schedule.slots, 64)
+    for s, chunks in enumerate(schedule.steps):
+        batch, rows = build_batch(config, cache, chunks, bucket=schedule.bucket(s)), iter(range(10**6))
+        for r, chunk in enumerate(chunks):
+            assert int(batch.first_rows[r]) == batch.host.bounds[r] and int(batch.slot_of_request[r]) == chunk.slot
+            for column, p in enumerate(range(chunk.start, chunk.end)):
+                t = next(rows)
+                assert (int(batch.tokens[t]), int(batch.positions[t])) == (chunk.ids[p], p)
+                assert int(batch.slots[t]) == chunk.slot
+                assert (int(batch.requests[t]), int(batch.columns[t])) == (r, column)
+                assert (int(batch.starts[t]), int(batch.stops[t])) == (chunk.start, chunk.end)
+                assert batch.lookback[t].tolist() == [chunk.ids[p - n] if p >= n else -1 for n in range(order)]
+        pads = list(range(next(rows), schedule.bucket(s)))
+        assert len(pads) == schedule.pads[s] and batch.host.rows == len(batch.tokens) == schedule.bucket(s)
+        assert batch.positions[pads].eq(-1).all() and batch.slots[pads].eq(cache.pad_slot).all()
+        assert batch.lookback[pads].eq(-1).all()
+        assert batch.logit_rows.tolist() == list(range(len(batch.tokens) - len(pads)))
+        for ratio, blocks in batch.blocks.items():
+            entries = len(blocks) * config.candidate_block_size
+            assert entries >= config.index_topk and all(chunk.end // ratio <= entries for chunk in chunks)
+
+
+def test_one_row_of_logits_a_chunk_unless_all_are_asked_for() -> None:
+    cache = Cache.zeros(TINY, 4, 16)
+    ids = [1] * 5
+    chunks = [Chunk(ids, 0, 0), Chunk(ids, 3, 1, 3), Chunk(ids, 2, 2, every_logit=True), Chunk([1] * 9, 8, 3)]
+    batch = build_batch(TINY, cache, chunks, bucket=16)
+    assert batch.logit_rows.tolist() == [4, 5, 6, 7, 8]
+    assert batch.host.logits == ((0, 4), (2, 2), (2, 3), (2, 4), (3, 8))
+
+
+FLOORS = {  # switch, start, stop, hit, every logit -> floors of the rows; W is 16
+    ("off", 0, 60, 0, False): (0, 0),
+    ("after_source", 0, 60, 0, False): (0, 44),
+    ("after_source", 0, 16, 0, False): (0, 0),  # no longer than the window: nothing is cut off
+    ("after_source", 59, 60, 0, False): (0, 0),  # a decode step sees its whole window
+    ("after_source", 0, 60, 0, True): (0, 0),  # prompt logprobs want every row right
+    ("from_source", 32, 60, 48, False): (32, 44),
+    ("off", 40, 60, 48, False): (32, 32),
+    ("after_source", 32, 60, 12, False): (0, 44),  # a hit within the window is computed again
+}
+
+
+@pytest.mark.parametrize("case", FLOORS)
+def test_window_floors(case: tuple[str, int, int, int, bool]) -> None:
+    switch, start, stop, hit, every_logit = case
+    config = TINY.replace(swa_bounded_replay=switch)
+    chunk = Chunk([1] * 60, start, 0, stop, hit, every_logit)
+    batch = build_batch(config, Cache.zeros(config, 1, 60), [chunk])
+    assert (set(batch.floors.tolist()), set(batch.late_floors.tolist())) == tuple({floor} for floor in FLOORS[case])
+    assert set(batch.hits.tolist()) == {hit}
+
+
+REFUSALS: list[tuple[type[ModelError], list[Chunk], dict[str, Any], dict[str, object]]] = [
+    (ChunkLongerThanSlot, [Chunk([1] * 33, 0, 0)], {}, {"chunk": 0, "stop": 33, "capacity": 32}),
+    (SlotUsedTwice, [Chunk([1], 0, 1), Chunk([1], 0, 0), Chunk([1], 0, 1)], {}, {"slot": 1, "first": 0, "second": 2}),
+    (NoSuchSlot, [Chunk([1], 0, 2)], {}, {"slot": 2, "last": 1}),
+    (NoSuchSlot, [Chunk([1], 0, -1)], {}, {"slot": -1}),
+    (TokenOutOfVocabulary, [Chunk([1], 0, 0), Chunk([4, 5, 512], 1, 1)], {}, {"chunk": 1, "token": 512, "position": 2}),
+    (TokenOutOfVocabulary, [Chunk([-1], 0, 0)], {}, {"token": -1, "position": 0}),
+    (ChunkOutOfTokens, [Chunk([1, 2], 0, 0, 3)], {}, {"stop": 3, "known": 2}),
+    (ChunkOutOfTokens, [Chunk([1, 2], 2, 0, 1)], {}, {"start": 2, "stop": 1}),
+    (ChunkOutOfTokens, [Chunk([1, 2], -1, 0, 1)], {}, {"start": -1}),
+    (HitNotReplayable, [Chunk([1] * 30, 14, 0, hit=25)], {}, {"hit": 25, "ratio": 2}),
+    (HitNotReplayable, [Chunk([1] * 30, 7, 0, hit=24)], {}, {"start": 7, "floor": 8}),
+    (BucketTooSmall, [Chunk([1] * 5, 0, 0)], {"bucket": 4}, {"rows": 5, "bucket": 4}),
+    (BucketTooSmall, [], {"bucket": 1}, {"rows": 0}),
+]
+
+
+@pytest.mark.parametrize(("error", "chunks", "options", "facts"), REFUSALS)
+def test_what_cannot_run_is_refused(
+    error: type[ModelError], chunks: list[Chunk], options: dict[str, Any], facts: dict[str, object]
+) -> None:
+    cache = Cache.zeros(TINY, 2, 32)
+    with pytest.raises(error) as refusal:
+        build_batch(TINY, cache, chunks, **options)
+    assert facts.items() <= refusal.value.facts.items()
+    assert "\n  at   build_batch(" in str(refusal.value) and "\n  fix  " in str(refusal.value)
+
+
+def test_moving_a_batch_keeps_its_marks_and_its_numbers() -> None:
+    batch = build_batch(TINY, Cache.zeros(TINY, 1, 16), [Chunk([1, 2, 3], 0, 0)])
+    moved = batch.to("meta")
+    assert moved.host is batch.host and moved.blocks[2].device.type == moved.tokens.device.type == "meta"
+    for one in (batch, moved):
+        for f in fields(one):
+            for tensor in [getattr(one, f.name)] if f.name not in ("host", "blocks") else one.blocks.values():
+                assert tensor._dynamo_unbacked_indices == {0}, f.name
+    assert mark(batch) is batch
+
+
+def test_it_is_a_pytree() -> None:
+    batch = build_batch(TINY, Cache.zeros(TINY, 1, 16), [Chunk([1, 2, 3], 0, 0)])
+    doubled: Any = torch.utils._pytree.tree_map_only(Tensor, lambda t: 2 * t, batch)
+    assert torch.equal(doubled.positions, 2 * batch.positions) and doubled.host == batch.host
+
+
+def compiled(model: V41ForCausalLM) -> tuple[Callable[..., Tensor], list[int]]:
+    """The model with its graph run as it is, and the number of nodes of each graph that was made."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    graphs: list[int] = []
+
+    def count(gm: Any, inputs: Any, **options: Any) -> Any:
+        graphs.append(len(gm.graph.nodes))
+        return aot_eager(gm, inputs)
+
+    return torch.compile(model, backend=count, fullgraph=True), graphs
+
+
+@pytest.mark.parametrize("config", [TWO_LAYERS, pytest.param(QUICK, marks=pytest.mark.slow)], ids=["two", "four"])
+@torch.no_grad()
+def test_one_graph_for_all_sizes(config: V41Config) -> None:
+    """0 to 300 rows, 1 to 8 requests: compiled once, without a break; results and caches are eager's, bit for bit."""
+    torch.compiler.reset()
+    model = V41ForCausalLM.random(config, seed=7)
+    forward, graphs = compiled(model)
+    caches = [Cache.zeros(config, 8, 304) for _ in range(2)]
+    runs, ids = [(forward, caches[0]), (model, caches[1])], [(7 * i) % 500 for i in range(304)]
+    for lengths in ([5, 1], [0], [1], [2], [127], [128, 1, 1], [129], [300, 1, 2, 3, 0, 5, 6, 7], [0] * 8):
+        chunks = [Chunk(ids, 0, slot, length) for slot, length in enumerate(lengths)]
+        ours, eager = (run(build_batch(config, cache, chunks), cache) for run, cache in runs)
+        assert torch.equal(ours, eager), lengths
+    chunks = [Chunk(ids, length, slot, length + 1) for slot, length in enumerate([300, 1, 2, 3])]
+    ours, eager = (run(build_batch(config, cache, chunks, bucket=8), cache) for run, cache in runs)
+    assert torch.equal(ours, eager)
+    for name in ("entries", "index_keys", "tails"):
+        one, other = (getattr(cache, name) for cache in caches)
+        assert all(torch.equal(one[source][:-1], other[source][:-1]) for source in one)
+    assert len(graphs) == 1, graphs
