@@ -1,0 +1,106 @@
+"""The cache has the released sizes, is written in place and only where a step belongs; and a step costs what its rows
+and contexts cost, whatever the capacity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
+
+TINY = V41Config.preset("tiny").replace(hc_sinkhorn_iters=1)
+
+
+def all_tensors(cache: Cache) -> dict[str, Tensor]:
+    named = {f"ring {i}": ring for i, ring in enumerate(cache.rings)}
+    for kind in ("entries", "index_keys", "tails"):
+        named |= {f"{kind} {source}": tensor for source, tensor in getattr(cache, kind).items()}
+    return named
+
+
+def test_released_sizes() -> None:
+    """890 bytes a token; rings of 67,584 bytes a layer; a tail where groups have two tokens."""
+    cache = Cache.zeros(V41Config.preset("flash"), 3, 1000, device="meta")
+    assert cache.bytes_per_token() == 890
+    assert {ring.shape for ring in cache.rings} == {(4, 128, 528)} and len(cache.rings) == 40
+    assert {source: tuple(t.shape) for source, t in cache.entries.items()} == {
+        2: (4, 501, 288), 8: (4, 501, 288), 14: (4, 501, 288), 20: (4, 1001, 288)}
+    assert {t.shape[2] for t in cache.index_keys.values()} == {68}
+    assert {source: (tuple(t.shape), t.dtype) for source, t in cache.tails.items()} == {
+        source: ((4, 2, 512), torch.float32) for source in (2, 8, 14)}
+    assert {t.dtype for name, t in all_tensors(cache).items() if "tails" not in name} == {torch.uint8}
+
+
+@pytest.mark.parametrize(("asked", "has"), [(1, 2), (2, 2), (37, 38)])
+def test_capacity_is_whole_groups(asked: int, has: int) -> None:
+    cache = Cache.zeros(TINY, 1, asked)
+    assert cache.capacity == has and cache.bytes_per_token() == Cache.zeros(TINY, 1, 64).bytes_per_token()
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 2))
+def test_a_step_writes_its_own_places_only(start: int, rows: int, slot: int) -> None:
+    """Every other byte stays, and what is written lies where it lay: in the same memory."""
+    model, ids, capacity = V41ForCausalLM.random(TINY, seed=2), list(range(60)), 60
+    cache = Cache.zeros(TINY, 3, capacity)
+    for t in all_tensors(cache).values():
+        t.fill_(7)
+    before = {name: (t.clone(), t.data_ptr()) for name, t in all_tensors(cache).items()}
+    with torch.no_grad():
+        model(build_batch(TINY, cache, [Chunk(ids, start, slot, start + rows)]), cache)
+    stop, window = start + rows, TINY.sliding_window
+    for name, after in all_tensors(cache).items():
+        old, address = before[name]
+        assert after.data_ptr() == address
+        kind, _, number = name.partition(" ")
+        places = after.shape[1] - 1 if kind in ("entries", "index_keys") else after.shape[1]
+        changed = {(s, e) for s, e in (after != old).any(-1).nonzero().tolist() if s < 3 and e < places}
+        if kind == "ring":
+            allowed = {(slot, p % window) for p in range(max(start, stop - window), stop)}
+        elif kind == "tails":
+            allowed = {(slot, 0), (slot, 1)} if rows else set()
+        else:
+            m = TINY.compress_ratios[int(number)]
+            allowed = {(slot, g) for g in range(start // m, stop // m)}
+        assert changed == allowed, name
+
+
+class Bytes(TorchDispatchMode):
+    """Bytes that operators allocate: outputs that are no view and no argument written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not any(arg.alias_info is not None for arg in func._schema.arguments):
+            leaves = torch.utils._pytree.tree_leaves(out)
+            self.total += sum(t.nbytes for t in leaves if isinstance(t, Tensor))
+        return out
+
+
+@torch.no_grad()
+def test_cost_follows_rows_and_contexts_and_not_capacity() -> None:
+    model, ids = V41ForCausalLM.random(TINY, seed=3), [(3 * i) % 500 for i in range(96)]
+
+    def cost(slots: int, capacity: int, stop: int) -> tuple[int, Tensor]:
+        cache = Cache.zeros(TINY, slots, capacity)
+        model(build_batch(TINY, cache, [Chunk(ids, 0, 0, stop)]), cache)
+        batch = build_batch(TINY, cache, [Chunk(ids, stop, 0, stop + 1)])
+        with Bytes() as counted:
+            logits = model(batch, cache)
+        return counted.total, logits
+
+    (small, logits), (large, same) = cost(1, 128, 90), cost(64, 64 * 128, 90)
+    assert small == large and torch.equal(logits, same)
+    assert cost(1, 128, 20)[0] < small  # and a shorter context is cheaper
