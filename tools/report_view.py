@@ -105,7 +105,7 @@ def program_table(report: CompileReport) -> Table:
 def options_table(report: CompileReport) -> Table:
     made = table("option", "value", "set by", left=3)
     for name, (value, who) in report.options.items():
-        add(made, name, str(value), who)
+        add(made, name, str(value), who.splitlines()[0])
     return made
 
 

@@ -25,5 +25,6 @@ def test_five_models_agree_with_eager(capsys: pytest.CaptureFixture[str]) -> Non
     assert graph["graph_break"] is None and graph["recompiles"] == 0
     runs = {run["name"]: run for run in graph["passes"]}
     assert not [run["failure"] for run in runs.values() if run["failure"]]
-    sites = V41Config.preset("tiny").boundary_sites().coefficient_sites
-    assert runs["fold_sinkhorn"]["applied"] == sites
+    assert [run["refused"] for run in runs.values()] == [0] * len(runs)
+    found, by_config = facts["regions"]["found"], facts["regions"]["by_config"]
+    assert found == by_config and found["sinkhorn"] == 2 * V41Config.preset("tiny").num_hidden_layers
