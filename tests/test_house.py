@@ -84,6 +84,14 @@ def test_lint_finds_a_second_copy_of_a_package(copy: Path, line: str) -> None:
     assert broken.returncode == 1 and "TID251" in broken.stdout, broken.stdout
 
 
+def test_ci_runs_every_check() -> None:
+    """The planted breaches above fail what `make test` calls, and CI calls `make test`."""
+    assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
+    planned = subprocess.run(["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True)
+    commands = re.findall(r"bin/(ruff check|mypy|lint-imports|python -m pytest)", planned.stdout)
+    assert commands == ["ruff check", "mypy", "lint-imports", "python -m pytest"], planned.stdout + planned.stderr
+
+
 def plant(path: Path, text: str) -> None:
     """Appends `text` to `path`, which may be new."""
     before = path.read_text() if path.exists() else '"""Planted."""\n'
