@@ -114,17 +114,22 @@ def silu(b: Builder, dtype: torch.dtype, x: Expr) -> Expr:
     return rounded(b, dtype, b.apply("mul", x, b.apply("sigmoid", x)))
 
 
+TANH = (0.00229590103, -0.00834703257, 0.0217699765, -0.0539594078, 0.133333043, -0.333333332)
+# (tanh(x) / x - 1) / x^2 in descending powers of x^2, least squares on |x| < 0.625
+
+
 def tanh(b: Builder, dtype: torch.dtype, x: Expr) -> Expr:
-    """2 sigmoid(2x) - 1 loses all near 0; the odd series takes over below 0.1."""
+    """1 - 2 / (exp(2 |x|) + 1) with the sign of x; that cancels near 0, where a polynomial takes over."""
     x = wide(b, x)
-    square = b.apply("mul", x, x)
-    series = b.const(62 / 2835)
-    for coefficient in (-17 / 315, 2 / 15, -1 / 3, 1.0):
+    square, size, one = b.apply("mul", x, x), b.apply("abs", x), b.const(1.0)
+    series = b.const(TANH[0])
+    for coefficient in TANH[1:]:
         series = b.apply("add", b.apply("mul", series, square), b.const(coefficient))
-    two = b.apply("sigmoid", b.apply("add", x, x))
-    far = b.apply("sub", b.apply("add", two, two), b.const(1.0))
-    near = b.apply("lt", b.apply("abs", x), b.const(0.1), dtype=torch.bool)
-    return rounded(b, dtype, b.apply("where", near, b.apply("mul", x, series), far))
+    near = b.apply("add", b.apply("mul", b.apply("mul", x, square), series), x)
+    power = b.apply("exp", b.apply("add", size, size))
+    far = b.apply("sub", one, b.apply("div", b.const(2.0), b.apply("add", power, one)))
+    far = b.apply("where", b.apply("lt", x, b.const(0.0), dtype=torch.bool), b.apply("neg", far), far)
+    return rounded(b, dtype, b.apply("where", b.apply("lt", size, b.const(0.625), dtype=torch.bool), near, far))
 
 
 def clamp(b: Builder, dtype: torch.dtype, x: Expr, low: Any = None, high: Any = None, **bounds: Any) -> Expr:

@@ -289,6 +289,10 @@ class Emitter:
             if group.project is not None:
                 steps += [(x, partial(self._term, group, s, masked)) for s, x in enumerate(group.project.args)]
         done: set[Expr] = set()
+        overwritten = {where for _, where in phase.stores}
+        for expr in phase.tiles:
+            if phase.reloads.get(expr) in overwritten:  # before any store of this pass
+                self._tiles(expr, phase, done, masked)
         for expr, act in sorted(steps, key=lambda step: place[step[0]]):
             self._tiles(expr, phase, done, masked)
             act()

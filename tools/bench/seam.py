@@ -69,7 +69,12 @@ def capture(width: int = WIDTH) -> GraphModule:
     rows = torch.export.Dim("rows", min=2)
     dynamic = tuple({0: rows} if i < ROW_INPUTS else None for i in range(len(arguments)))
     program = torch.export.export(_Plain(), arguments, dynamic_shapes=dynamic)
-    return program.run_decompositions(select_decomp_table()).graph_module
+    body = program.run_decompositions(select_decomp_table()).graph_module
+    for node in reversed(body.graph.nodes):
+        if node.op == "call_function" and not node.users:  # assertions of dtype and device
+            body.graph.erase_node(node)
+    body.recompile()
+    return body
 
 
 class InDouble(Interpreter):

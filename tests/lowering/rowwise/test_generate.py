@@ -101,6 +101,14 @@ def test_rounding_points_are_kept(interpreter: Interpreter) -> None:
         assert torch.equal(ours, eager)
 
 
+def test_spills_survive_the_outputs_they_lie_in(interpreter: Interpreter) -> None:
+    def softmax_of_sums(x: Tensor, a: Tensor) -> Tensor:
+        return ((a[:, :, None] * a[:, None])[..., None] * x[:, :, None]).sum(1).softmax(-1)
+
+    body, kernel = generated(softmax_of_sums, [torch.randn(7, 3, 96), torch.randn(7, 3)])
+    check_everywhere(interpreter, body, kernel)
+
+
 def test_text_does_not_grow_with_iterations() -> None:
     lengths = {
         iters: len(generated(seam(rms_norm, iters), *seam_inputs(3, 64))[1].source.splitlines()) for iters in (8, 30)
