@@ -199,6 +199,16 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
     return unset_fake_temporarily()
 
 
+def outside_of_tracing() -> contextlib.AbstractContextManager[Any]:
+    """Under it nothing knows of the trace in progress, so that something else can be compiled and run meanwhile."""
+    from torch._guards import tracing
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(tracing(None))
+    stack.enter_context(real_tensors())
+    return stack
+
+
 def without_guards(fake_mode: Any) -> contextlib.AbstractContextManager[Any]:
     """Under it, recomputing meta neither adds a guard nor leaves a fresh unbacked symbol pending."""
     stack = contextlib.ExitStack()

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from v41._compat import functional_aten, graph_break, input_name, real_tensors, times_compiled_before
+from v41._compat import (
+    functional_aten,
+    graph_break,
+    input_name,
+    outside_of_tracing,
+    real_tensors,
+    times_compiled_before,
+)
 from v41.errors import GradientsRequested
 from v41.options import Options, parse
 from v41.passes.partition import partition
@@ -117,7 +124,8 @@ def effective_codegen(options: Options, device: torch.device) -> tuple[str, str]
         return "eager", "options"
     from v41.lowering.inductor import supported
 
-    reason = supported(device)
+    with outside_of_tracing():
+        reason = supported(device)
     if options.codegen == "inductor":
         return "inductor", "options" if reason is None else f"options, although {reason}"
     return ("inductor", "auto") if reason is None else ("eager", f"auto: {reason}")
