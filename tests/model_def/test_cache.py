@@ -74,6 +74,34 @@ def test_a_step_writes_its_own_places_only(start: int, rows: int, slot: int) -> 
         assert changed == allowed, name
 
 
+class Writes(TorchDispatchMode):
+    """Places (slot, place) that each in-place indexed write names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[tuple[Tensor, list[tuple[int, int]]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index_put_.default:
+            slots, *rest = torch.broadcast_tensors(*args[1])
+            self.places.append((args[0], list(zip(slots.tolist(), *(r.tolist() for r in rest), strict=True))))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_no_place_that_counts_is_written_twice_in_a_step() -> None:
+    """A chunk of three windows and a bit: which of two writes to one place came last would be the device's choice."""
+    model, ids = V41ForCausalLM.random(TINY, seed=4), list(range(60))
+    cache = Cache.zeros(TINY, 2, 60)
+    with Writes() as written:
+        model(build_batch(TINY, cache, [Chunk(ids, 3, 1, 55), Chunk(ids, 0, 0, 17)], bucket=80), cache)
+    assert len(written.places) == len(all_tensors(cache))
+    for tensor, places in written.places:
+        entries = any(tensor is t for kind in (cache.entries, cache.index_keys) for t in kind.values())
+        live = [p for p in places if p[0] != cache.pad_slot and not (entries and p[1] == tensor.shape[1] - 1)]
+        assert live and len(live) == len(set(live))
+
+
 class Bytes(TorchDispatchMode):
     """Bytes that operators allocate: outputs that are no view and no argument written in place."""
 
