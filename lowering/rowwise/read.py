@@ -25,6 +25,7 @@ from v41.lowering.rowwise.elementwise import DIVISIONS, ELEMENTWISE, FLOATS
 from v41.lowering.rowwise.expr import Builder, Expr
 from v41.regions import body_of, invoke_subgraph
 
+PLACEMENT = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")  # in meta, or no matter
 WIDE_FROM = 33  # a shorter trailing axis is spelled out
 
 
@@ -185,6 +186,10 @@ def _elementwise(program: Program, node: Node, args: tuple[Any, ...], kwargs: di
     dtype = node.meta["val"].dtype
     if dtype not in (*FLOATS, torch.bool):
         raise Refused(f"computes in {dtype}")
+    kwargs = {key: value for key, value in kwargs.items() if key not in PLACEMENT}
+    unknown = sorted(kwargs.keys() - {"alpha", "min", "max"})
+    if unknown:
+        raise Refused(f"calls {node.target} with {unknown[0]}")
     operands = [i for i, arg in enumerate(args) if _is_operand(arg)]
     values = dict(zip(operands, broadcast(program.axes, [_as_value(program, args[i]) for i in operands]), strict=True))
     first = values[operands[0]]

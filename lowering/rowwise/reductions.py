@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import ops
 
-from v41.lowering.rowwise.axes import ROW, WIDE, Refused, Value
+from v41.lowering.rowwise.axes import ROW, WIDE, Refused, Value, broadcast
+from v41.lowering.rowwise.elementwise import divide
 from v41.lowering.rowwise.expr import Expr
 
 if TYPE_CHECKING:
@@ -80,8 +81,6 @@ def var_mean(
     program: Program, meta: Any, x: Value, dims: Any = None, *, correction: float = 1, keepdim: bool = False
 ) -> list[Value]:
     """Two passes: the mean, then the mean square of what is left; never E[x^2] - E[x]^2, which cancels."""
-    from v41.lowering.rowwise.axes import broadcast
-
     b = program.builder
     sums, count = _fold(program, "add", x, dims, True)
     means = _each(sums, lambda item: _share(program, item, count), torch.float32)
@@ -101,8 +100,26 @@ def var(program: Program, meta: Any, x: Value, dims: Any = None, **settings: Any
     return var_mean(program, (meta, meta), x, dims, **settings)[0]
 
 
+def softmax(program: Program, meta: Any, x: Value, dim: int, half_to_float: bool = False) -> Value:
+    """exp(x - max) over its sum, as eager does; the shared divisor of a small axis is inverted once."""
+    b = program.builder
+    high, _count = _fold(program, "maximum", x, [dim], True)
+    wide, spread = broadcast(program.axes, [x, high])
+    powers: Any = np.empty(wide.elements.shape, dtype=object)
+    for index in np.ndindex(powers.shape):
+        away = b.apply("sub", b.cast(wide.elements[index], torch.float32), spread.elements[index])
+        powers[index] = b.apply("exp", away)
+    sums, _count = _fold(program, "add", Value(wide.dims, powers, torch.float32), [dim], True)
+    (divisors,) = broadcast(program.axes, [wide, sums])[1:]
+    out = np.empty(powers.shape, dtype=object)
+    for index in np.ndindex(out.shape):
+        quotient = divide(b, torch.float32, powers[index], divisors.elements[index], shared=not powers[index].wide)
+        out[index] = b.cast(quotient, _floating(meta))
+    return Value(wide.dims, out, meta.dtype)
+
+
 REDUCTIONS: dict[Any, Any] = {
     aten.sum.dim_IntList: total, aten.sum.default: total, aten.mean.dim: mean, aten.mean.default: mean,
     aten.amax.default: extreme("maximum"), aten.amin.default: extreme("minimum"),
-    aten.var_mean.correction: var_mean, aten.var.correction: var,
+    aten._softmax.default: softmax, aten.var_mean.correction: var_mean, aten.var.correction: var,
 }  # fmt: skip

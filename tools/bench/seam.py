@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Interpreter, Node
 
 from v41.model_def.mhc import Mix, boundary
@@ -69,7 +68,7 @@ def capture(width: int = WIDTH) -> GraphModule:
     rows = torch.export.Dim("rows", min=2)
     dynamic = tuple({0: rows} if i < ROW_INPUTS else None for i in range(len(arguments)))
     program = torch.export.export(_Plain(), arguments, dynamic_shapes=dynamic)
-    body = program.run_decompositions(select_decomp_table()).graph_module
+    body = program.run_decompositions().graph_module
     for node in reversed(body.graph.nodes):
         if node.op == "call_function" and not node.users:  # assertions of dtype and device
             body.graph.erase_node(node)
