@@ -1,8 +1,8 @@
 """phases: which part of the kernel computes what. A phase is a pass over the wide axis; what it totals is known to
 the next.
 
-    sum of squares -> rsqrt -> scaled row     phase 0 reads x and totals x*x; between, one rsqrt a row; phase 1 writes
-    x * rsqrt
+    sum of squares -> rsqrt -> scaled row     phase 0 reads x and totals x * x; between, one rsqrt a row;
+                                              phase 1 writes x * rsqrt
 
 A tile needed again in a later phase is either computed again from what it was read from, or written down and read
 back: the cheaper in bytes. It is written as it was before a cast that only widened it, into an output that holds it

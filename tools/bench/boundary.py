@@ -1,9 +1,9 @@
 """bench boundary: the generated kernel of the mHC boundary against eager, torch.compile and max-autotune, on the GPU
 here.
 
-    python3 -m v41.tools.bench.boundary check                  right, same bits in every bucket, NaN rows harmless, no
-    race python3 -m v41.tools.bench.boundary tune [--rows 1 16]     µs of many schedules, the best first python3 -m
-    v41.tools.bench.boundary bench --out FILE       µs of every contender, JSON beside the table
+    python3 -m v41.tools.bench.boundary check               right, same bits in every bucket, NaN rows harmless, no race
+    python3 -m v41.tools.bench.boundary tune --rows 1 16    us of many schedules, the best first
+    python3 -m v41.tools.bench.boundary bench --out FILE    us of every contender, JSON beside the table
 
 Contenders get what a user can give them: reorder_for_locality off, and of static and dynamic shapes the faster. One
 that fails is recorded with its error. Contenders that would start after --budget seconds are left out, and the JSON
