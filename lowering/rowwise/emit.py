@@ -2,8 +2,8 @@
 
     program (tile, part)      ROWS rows, GROUP chunks of BLOCK columns
       numbers of phase 0      loads that have no column
-      for each chunk          tiles of phase 0; results and spills stored; totals of the chunk, or of a run, to
-      `partials` last to arrive          the totals of the row out of `partials`
+      for each chunk          tiles of phase 0; results and spills stored; totals of it or its run to `partials`
+      last to arrive          the totals of the row out of `partials`
                               numbers of phase 1, pass over all columns, numbers of phase 2, ...
 
 Totals are bitwise the same for every ROWS, GROUP and number of programs: a chunk is always BLOCK columns, folded in

@@ -1,7 +1,7 @@
 """roll: a run of equal steps becomes a loop, so that a kernel's size does not grow with the iterations of its body.
 
-    before   e0 e1 e2 | e3 e4 e5 | e6 e7 e8      each step the same ops, reading the step before or what precedes the
-    run after    Loop(first step, times=3)      begun where the fewest values pass from step to step
+    before   e0 e1 e2 | e3 e4 e5 | e6 e7 e8      the same ops each, reading the step before or what precedes
+    after    Loop(first step, times=3)        begun where the fewest values pass from step to step
 
 Found by structure alone: expression i and expression i + period have the same op and the same operands, counted from
 where they stand, or one fixed expression in front of the run. Exact: the same operations on the same values in the
