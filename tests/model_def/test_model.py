@@ -1,0 +1,82 @@
+"""The model's parameters bear the released names, and random weights are reproducible and keep numbers in range."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
+
+TINY = V41Config.preset("tiny")
+
+
+def test_flash_has_the_released_parameters() -> None:
+    """Names and shapes of MODEL 1.3, and the 551.9 B parameters of the backbone beside 196.6 B of Engram tables."""
+    with torch.device("meta"):
+        model = V41ForCausalLM(V41Config.preset("flash"))
+    parameters = dict(model.named_parameters())
+    assert {name: tuple(parameters[name].shape) for name in RELEASED} == RELEASED
+    for name, layers in OWNERS.items():
+        owners = {int(key.split(".")[1]) for key in parameters if key.endswith(name)}
+        assert owners == set(layers), name
+    tables = sum(p.numel() for name, p in parameters.items() if name.endswith("engram.embed.weight"))
+    packed = sum(p.numel() for name, p in parameters.items() if ".experts." in name and p.dtype == torch.uint8
+                 and name.endswith("weight"))
+    held = sum(p.numel() for name, p in parameters.items() if not name.endswith("scale") or ".hc_" in name)
+    assert round(tables / 1e9, 1) == 196.6
+    assert round((held + packed - tables) / 1e9, 1) == 551.9
+
+
+RELEASED = {
+    "embed.weight": (129280, 5120),
+    "head.weight": (129280, 5120),
+    "norm.weight": (5120,),
+    "layers.0.attn.wq_a.weight": (1280, 5120),
+    "layers.0.attn.wq_b.weight": (32768, 1280),
+    "layers.0.attn.wkv.weight": (512, 5120),
+    "layers.0.attn.wo_a.weight": (8192, 4096),
+    "layers.0.attn.wo_b.weight": (5120, 8192),
+    "layers.0.attn.attn_sink": (64,),
+    "layers.2.attn.compressor.wgate.weight": (512, 5120),
+    "layers.20.attn.compressor.wkv.weight": (512, 5120),
+    "layers.24.attn.indexer.wq_b.weight": (4096, 1280),
+    "layers.24.attn.indexer.weights_proj.weight": (32, 5120),
+    "layers.20.attn.indexer.wk.weight": (128, 512),
+    "layers.20.attn.indexer.k_norm.weight": (128,),
+    "layers.39.ffn.gate.weight": (384, 5120),
+    "layers.39.ffn.gate.bias": (384,),
+    "layers.39.hc_attn_fn": (24, 20480),
+    "layers.39.hc_ffn_base": (24,),
+    "layers.39.hc_ffn_scale": (3,),
+    "layers.14.engram.wkv.weight": (25600, 6144),
+    "layers.14.engram.q_weight": (4, 5120),
+}
+OWNERS = {  # end of a name -> the layers that have it
+    "attn.compressor.wkv.weight": (2, 8, 14, 20),
+    "attn.compressor.wgate.weight": (2, 8, 14),
+    "attn.indexer.wq_b.weight": (2, 8, 14, 20, 24, 28, 32, 36),
+    "attn.indexer.wk.weight": (2, 8, 14, 20),
+    "engram.embed.weight": (1, 14),
+    "attn.attn_sink": range(40),
+}
+
+
+def test_a_seed_decides_all_weights_and_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    one, same, other = (V41ForCausalLM.random(TINY, seed) for seed in (3, 3, 4))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.head.weight, other.head.weight)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+@torch.no_grad()
+def test_random_models_give_logits_of_order_one_that_hang_on_the_prompt(weights: str) -> None:
+    config = TINY.replace(weight_dtype=weights, expert_dtype="fp4" if weights == "fp8" else "bf16")
+    model, cache = V41ForCausalLM.random(config), Cache.zeros(config, 2, 64)
+    logits = model(build_batch(config, cache, [Chunk([5] * 40, 0, 0), Chunk([6] + [5] * 39, 0, 1)]), cache)
+    assert 0.3 < float(logits.std()) < 3 and not torch.equal(logits[0], logits[1])
