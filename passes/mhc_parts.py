@@ -22,11 +22,24 @@ from torch.fx import GraphModule, Node
 
 from v41._compat import known_equal
 from v41.passes.fold_sinkhorn import KIND as SINKHORN
-from v41.passes.fold_sinkhorn import Step, find_chains
-from v41.passes.matching import RESHAPES, VIEWS, aten, fake, is_narrowing, is_widening, same_sizes, shape, unviewed
+from v41.passes.fold_sinkhorn import find_chains
+from v41.passes.matching import (
+    RESHAPES,
+    VIEWS,
+    aten,
+    fake,
+    getitems,
+    is_narrowing,
+    is_widening,
+    same_sizes,
+    shape,
+    unviewed,
+)
+from v41.passes.mhc_heads import Comb, Gate, gate_of, head_of, number_added, parts_of_columns
 from v41.passes.scalings import Scaling, find_scalings
-from v41.regions import is_region, region_of
+from v41.regions import is_region, region_of, regions
 
+BOUNDARY, EXIT, POST = "mhc_boundary", "mhc_exit", "mhc_post"  # kinds of regions
 # Linear in each operand, row by row. Not here: `mm` (a weight is no stream), other reductions, narrowing casts (they
 # round), `div` (a quotient of streams is no mix).
 LINEAR = VIEWS | {
@@ -47,32 +60,6 @@ PREPARES = LINEAR | {aten.repeat.default, aten.mm.default, aten.t.default}
 
 
 @dataclass(frozen=True)
-class Gate:
-    """factor * sigmoid(columns) + eps."""
-
-    columns: tuple[int, int]
-    result: Node
-    factor: float
-    eps: float
-
-
-@dataclass(frozen=True)
-class Comb:
-    """Steps of normalisation after a softmax or an exp plus head_eps. result None: what follows the head is none."""
-
-    columns: tuple[int, int]
-    head: Node
-    head_kind: str
-    head_axis: int | None
-    head_eps: float
-    result: Node | None = None
-    chain: tuple[Step, ...] = ()  # where it is no region yet
-    first_axis: int = 0
-    steps: int = 0
-    eps: float = 0.0
-
-
-@dataclass(frozen=True)
 class Coefficients:
     """All that one projection predicts from the streams X [T, n, D]."""
 
@@ -88,6 +75,16 @@ class Coefficients:
         """Of two gates, pre first: as their columns lie, unless only the first has a factor."""
         first, second = self.gates
         return (second, first) if first.factor != 1 and second.factor == 1 else (first, second)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Values that later parts read: of coefficients found here, or of a boundary that is a region already."""
+
+    streams: Node
+    pres: tuple[Node, ...]
+    posts: tuple[Node, ...]
+    comb: Node
 
 
 @dataclass(frozen=True)
@@ -126,11 +123,15 @@ class Parts:
         self.scalings = {scaling.result: scaling for node in self.order for scaling in find_scalings(node)}
         self._chains = {chain[0].source: chain for chain in find_chains(gm, least=1)}
         self.coefficients = [each for node in self.order if (each := self._coefficients(node)) is not None]
+        self.predictions = [*self._predictions(), *_predictions_of_regions(gm)]
         self.given = {node for node in self.order if node.op == "placeholder" and self._fits(node)}
-        self.landmarks = self._predicted() | self.given | {each.streams for each in self.coefficients}
-        self.posts = self._posts() if self.coefficients else []
-        self.landmarks |= {each.result for each in self.posts}
-        scalings = self.scalings.values() if self.coefficients else ()
+        predicted = {node for each in self.predictions for node in (*each.pres, *each.posts, each.comb)}
+        self.predicted_from = self._below(predicted)
+        self.landmarks = predicted | self.given | {each.streams for each in self.predictions}
+        self.posts = self._posts()
+        self.mixed = {each.streams for each in self.predictions} | {each.result for each in self.posts}
+        self.landmarks |= self.mixed
+        scalings = self.scalings.values() if self.predictions else ()
         self.collapses = [found for each in scalings if (found := self._collapse(each)) is not None]
 
     # ---- coefficients
@@ -149,7 +150,7 @@ class Parts:
             scaling = scaling or scaled
             for user in value.users:
                 if user.target is aten.sigmoid.default:
-                    gates.append(_gate(user, columns))
+                    gates.append(gate_of(user, columns))
                 elif (comb := self._comb(value, user, columns)) is not None:
                     combs.append(comb)
         if not gates or not combs:
@@ -175,7 +176,7 @@ class Parts:
             if scaling is None and node in self.scalings:
                 scaling = self.scalings[node]
                 chain.append(scaling.operand)
-            elif node.target in RESHAPES or node.target is aten.clone.default or is_widening(node):
+            elif _keeps_values(node):
                 chain.append(node.args[0])  # type: ignore[arg-type]
             else:
                 break
@@ -198,10 +199,10 @@ class Parts:
                 scaling = self.scalings.get(user)
                 if scaling is not None and scaling.operand is value:
                     stack.append((user, (low, high), scaling))
-                elif user.target in RESHAPES or is_widening(user) or self._is_affine(user, value):
+                elif _keeps_values(user) or self._is_affine(user, value):
                     stack.append((user, (low, high), scaled))
                 else:
-                    stack += [(part, columns, scaled) for part, columns in _parts_of_columns(user, low, high, last)]
+                    stack += [(part, columns, scaled) for part, columns in parts_of_columns(user, low, high, last)]
 
     def _is_affine(self, user: Node, value: Node) -> bool:
         """Whether `user` multiplies `value` by a weight, or adds one."""
@@ -212,13 +213,11 @@ class Parts:
 
     def _comb(self, value: Node, user: Node, columns: tuple[int, int]) -> Comb | None:
         """The comb whose head starts at `user`, a reader of the logits `value` [T, n, n]."""
-        head = _softmax(value, user)
-        if head is None and user.target is aten.exp.default:
-            head = user, "exp", None
+        head = head_of(value, user)
         if head is None or len(shape(value)) < 2 or not known_equal(*shape(value)[-2:]):
             return None
         end, kind, axis = head
-        shifted = _number_added(end)
+        shifted = number_added(end)
         comb = Comb(columns, end if shifted is None else shifted[0], kind, axis, 0.0 if shifted is None else shifted[1])
         return self._normalised(comb)
 
@@ -238,20 +237,14 @@ class Parts:
     # ---- post map
 
     def _posts(self) -> list[PostMap]:
-        """Post maps of all coefficients, and of those that come as inputs of the program."""
-        found = [
-            self._post(each.pre_and_post[1].result, comb.result, each.streams)
-            for each in self.coefficients
-            for comb in each.combs
-            if len(each.gates) == 2 and comb.result is not None
-        ]
+        """Post maps of all predictions, and of coefficients that come as inputs of the program."""
+        found = [self._post(post, each.comb, each.streams) for each in self.predictions for post in each.posts]
         given = [node for node in self.nodes if node in self.given]
-        read = {each.streams: each for each in self.coefficients}
-        some = self.coefficients[0].streams
-        for comb_given in given:
-            for post_given in given if len(shape(comb_given)) == 3 else ():
-                post = self._post(post_given, comb_given, some) if len(shape(post_given)) == 2 else None
-                found.append(post if post is not None and post.result in read else None)
+        read = {each.streams for each in self.coefficients}
+        for comb in (node for node in given if len(shape(node)) == 3):
+            for post in (node for node in given if len(shape(node)) == 2):
+                maps = self._post(post, comb, self.predictions[0].streams)
+                found.append(maps if maps is not None and maps.result in read else None)
         return sorted((post for post in found if post is not None), key=lambda post: self.order[post.result])
 
     def _post(self, post: Node, comb: Node, streams: Node) -> PostMap | None:
@@ -287,11 +280,10 @@ class Parts:
         if h is None:
             return None
         *_, h = unviewed(h)
-        sources = {each.streams for each in self.coefficients} | {each.result for each in self.posts}
         if h in self.landmarks:
             return None
-        nodes = self.between(sources, [h], self.landmarks, _is_linear_or(h))
-        streams = {arg for node in nodes for arg in node.all_input_nodes if arg in sources}
+        nodes = self.between(self.mixed, [h], self.landmarks, _is_linear_or(h))
+        streams = {arg for node in nodes for arg in node.all_input_nodes if arg in self.mixed}
         if len(streams) != 1:
             return None
         result, weighted = self._norm_result(scaling.result)
@@ -365,77 +357,57 @@ class Parts:
 
     def _views_landmark(self, node: Node) -> bool:
         """Whether `node` is a view, of a part perhaps, of a landmark or of one value per row and stream."""
-        vectors = [shape(each.streams)[:2] for each in self.coefficients]
+        vectors = [shape(each.streams)[:2] for each in self.predictions]
         while node.target in VIEWS or is_widening(node):
             node = node.args[0]  # type: ignore[assignment]
             if node in self.landmarks or any(same_sizes(shape(node), vector) for vector in vectors):
                 return True
         return False
 
-    def _predicted(self) -> set[Node]:
-        gates = {gate.result for each in self.coefficients for gate in each.gates}
-        return gates | {comb.result for each in self.coefficients for comb in each.combs if comb.result is not None}
+    def _below(self, above: set[Node]) -> set[Node]:
+        """`above`, and all that depends on it."""
+        below = set(above)
+        for node in self.nodes if above else ():
+            if any(arg in below for arg in node.all_input_nodes):
+                below.add(node)
+        return below
+
+    def _predictions(self) -> Iterator[Prediction]:
+        """What the coefficients predict. Of more gates than two, any but the first may be post."""
+        for each in self.coefficients:
+            gates = [gate.result for gate in each.gates]
+            pre, posts = [gates[0]], gates[1:]
+            if len(gates) == 2:
+                pre, posts = ([gate.result] for gate in each.pre_and_post)
+            for comb in each.combs:
+                if comb.result is not None:
+                    yield Prediction(each.streams, tuple(pre), tuple(posts), comb.result)
 
     def _fits(self, node: Node) -> bool:
         """Whether an input has the shape of predicted coefficients."""
-        streams = [shape(each.streams) for each in self.coefficients]
+        streams = [shape(each.streams) for each in self.predictions]
         return any(same_sizes(shape(node), s[:2]) or same_sizes(shape(node), (*s[:2], s[1])) for s in streams)
+
+
+def _predictions_of_regions(gm: GraphModule) -> Iterator[Prediction]:
+    """What boundaries predict that were outlined before."""
+    for call in regions(gm, BOUNDARY):
+        attrs, taken = region_of(call).attrs, getitems(call)
+        made = {role: taken[i] for i, role in enumerate(attrs["outputs"]) if i in taken}
+        read = dict(zip(attrs["operands"], call.args[2:], strict=True))
+        if "comb" in made:
+            pres, posts = (tuple(made[role] for role in (name,) if role in made) for name in ("pre", "post"))
+            yield Prediction(made.get("streams") or read["streams"], pres, posts, made["comb"])
+
+
+def _keeps_values(node: Node) -> bool:
+    """Whether the result is the first operand, but for shape, memory and a wider type."""
+    return node.target in RESHAPES or node.target is aten.clone.default or is_widening(node)
 
 
 def _is_streams(node: Node, rows: int | SymInt) -> bool:
     sizes = shape(node)
     return len(sizes) == 3 and known_equal(sizes[0], rows) and all(isinstance(size, int) for size in sizes[1:])
-
-
-def _parts_of_columns(user: Node, low: int, high: int, last: int) -> list[tuple[Node, tuple[int, int]]]:
-    """The pieces that a split or a slice along the last axis takes from columns low..high."""
-    match user.target, user.args:
-        case aten.split_with_sizes.default, (_, list() as sizes, *axis) if (axis or [0])[0] in (-1, last):
-            starts = [low + sum(sizes[:i]) for i in range(len(sizes))]
-            items = [item for item in user.users if item.target is operator.getitem]
-            return [(item, (starts[i], starts[i] + sizes[i])) for item in items if isinstance(i := item.args[1], int)]
-        case aten.slice.Tensor, (_, axis, int() as start, int() as end) if axis in (-1, last):
-            width = high - low
-            start, end = (max(0, each + width) if each < 0 else min(each, width) for each in (start, end))
-            return [(user, (low + start, low + end))]
-    return []
-
-
-def _gate(sigmoid: Node, columns: tuple[int, int]) -> Gate:
-    """The sigmoid with the number it is multiplied by and the one added, at most one each, in that order."""
-    gate = Gate(columns, sigmoid, 1.0, 0.0)
-    for user in gate.result.users:
-        match user.target, user.args:
-            case aten.mul.Tensor, (_, int() | float() as factor):
-                gate = replace(gate, result=user, factor=float(factor))
-                break
-    added = _number_added(gate.result)
-    return gate if added is None else replace(gate, result=added[0], eps=added[1])
-
-
-def _number_added(node: Node) -> tuple[Node, float] | None:
-    for user in node.users:
-        match user.target, user.args:
-            case aten.add.Tensor, (_, int() | float() as number) if not user.kwargs:
-                return user, float(number)
-    return None
-
-
-def _softmax(logits: Node, user: Node) -> tuple[Node, str, int | None] | None:
-    """(result, "softmax", axis from the end) of the softmax that starts at `user`, whole or decomposed."""
-    last = len(shape(logits))
-    match user.target, user.args:
-        case aten._softmax.default, (_, int() as axis, _):
-            return user, "softmax", axis % last - last
-        case aten.amax.default, (_, [int() as axis], True):
-            for shifted in user.users:
-                for power in shifted.users if shifted.args == (logits, user) else ():
-                    for quotient in power.users if power.target is aten.exp.default else ():
-                        match quotient.target, quotient.args:
-                            case aten.div.Tensor, (_, Node(target=aten.sum.dim_IntList, args=(total, [along], True))):
-                                if quotient.args[0] is power and total is power and along == axis:
-                                    return quotient, "softmax", axis % last - last
-    return None
 
 
 def _is_linear_or(rounding: Node) -> Callable[[Node], bool]:

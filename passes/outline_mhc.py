@@ -30,7 +30,7 @@ from v41.passes.analysis.effects import effect_of, written_args
 from v41.passes.analysis.probe import evaluate, integers
 from v41.passes.fold_sinkhorn import RULES as SINKHORN_RULES
 from v41.passes.matching import shape, unviewed
-from v41.passes.mhc_parts import Coefficients, Collapse, Comb, Gate, Parts, PostMap
+from v41.passes.mhc_parts import BOUNDARY, EXIT, POST, Coefficients, Collapse, Comb, Gate, Parts, PostMap
 from v41.regions import invoke_subgraph, outline
 from v41.report import Decision, applied, refused
 
@@ -251,9 +251,9 @@ PREDICT = (
 )
 Rule = tuple[str, Callable[[Site], Node | None]]
 RULES: dict[str, tuple[Rule, ...]] = {  # in order: each may rely on those above
-    "mhc_boundary": (*PREDICT, *COLLAPSE, *MIX, *SOUND),
-    "mhc_exit": (*COLLAPSE, *MIX, *SOUND),
-    "mhc_post": (*MIX, *SOUND),
+    BOUNDARY: (*PREDICT, *COLLAPSE, *MIX, *SOUND),
+    EXIT: (*COLLAPSE, *MIX, *SOUND),
+    POST: (*MIX, *SOUND),
 }
 
 
@@ -282,10 +282,10 @@ def find_sites(gm: GraphModule) -> list[Site]:
     sites = []
     for each in parts.coefficients:
         found = tuple(collapses.pop(each.streams, ()))
-        sites.append(Site("mhc_boundary", parts, each, found, posts.pop(each.streams, None)))
+        sites.append(Site(BOUNDARY, parts, each, found, posts.pop(each.streams, None)))
     for result, post in posts.items():
         found = tuple(collapses.get(result, ()))
-        sites.append(Site("mhc_exit" if found else "mhc_post", parts, None, found, post))
+        sites.append(Site(EXIT if found else POST, parts, None, found, post))
     return sorted(sites, key=lambda site: parts.order[site.anchor])
 
 
@@ -317,7 +317,8 @@ def _form(site: Site) -> str:
         return "exit"
     if site.post is not None:
         return "seam"
-    return "after_engram" if site.carried in site.parts.landmarks else "entry"
+    earlier = site.carried in site.parts.predicted_from or site.carried in site.parts.given
+    return "after_engram" if earlier else "entry"
 
 
 def _interface(site: Site) -> dict[str, tuple[Any, ...]]:

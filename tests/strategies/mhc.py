@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+
+@torch.library.custom_op("v41_tests::drawn_like", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def drawn_like(x: Tensor) -> Tensor:
+    """For the compiler a draw of random numbers, which must not move; in truth zeros."""
+    return torch.zeros_like(x)
+
+
+drawn_like.register_fake(torch.empty_like)
 
 Piece = Callable[..., Tensor]
 
@@ -72,7 +81,6 @@ class Spelling:
     projection: str = "matmul"
     scaled: str = "after"  # the projection's result, or "before": what it reads
     columns: str = "split"  # "slice", or "affine first": scaled and shifted as one vector
-    shared_cast: bool = False  # X.float() once a boundary, or at every use
     subgraph: bool = False  # Sinkhorn in a subgraph of its own
 
     def norm(self, x: Tensor, eps: float) -> Tensor:
@@ -81,7 +89,10 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Stack:
-    """`sites` boundaries; before those in `engrams` the streams are interrupted. Fields from `share` on are the model's."""
+    """`sites` boundaries and an exit; before those in `engrams` the streams are interrupted.
+
+    `flaw`: what is wrong, and at which site (the exit counts as site number `sites`).
+    """
 
     count: int = 4
     width: int = 8
@@ -95,30 +106,42 @@ class Stack:
     transposed_comb: bool = False
     dtype: torch.dtype = torch.bfloat16
     spelling: Spelling = field(default_factory=Spelling)
-    damage: dict[str, Any] = field(default_factory=dict)  # a flaw by name -> the site that has it
+    flaw: tuple[str, int] | None = None
 
-    def trace_args(self, rows: int = 5) -> tuple[Callable[..., Any], tuple[Tensor, ...], list[Tensor]]:
-        """(function, row tensors, weights) for `trace`."""
+    def to_trace(self, rows: int = 5) -> tuple[Callable[..., Any], Tensor, list[Tensor]]:
+        """(function, its row tensor, its weights), for `trace`."""
         generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
         n, D = self.count, self.width
-        random = lambda *shape: torch.randn(shape, generator=generator)
-        weights = [torch.randn(D, D, generator=generator).to(self.dtype)]
-        for _ in range(self.sites + 1):
-            weights += [random(n * (n + 2), n * D), random(n * (n + 2)), random(3), random(D).to(self.dtype)]
-        return self.forward, (random(rows, D).to(self.dtype),), weights
+        weights = [random(D, D).to(self.dtype)]
+        for site in range(self.sites + 1):
+            columns = n * (n + 2) + self.has("a spare column", site)
+            weights += [random(columns, n * D), random(columns), random(3), random(D).to(self.dtype)]
+        return self.forward, random(rows, D).to(self.dtype), weights
+
+    def has(self, flaw: str, site: int) -> bool:
+        return self.flaw == (flaw, site)
 
     def forward(self, embedded: Tensor, *weights: Tensor) -> Any:
+        taken: list[Tensor] = []
         X, A = self.entry(embedded)
         y = B = C = None
-        taken: list[Tensor] = []
-        mixes = [weights[i : i + 4] for i in range(1, len(weights), 4)]
         for site in range(self.sites):
             if site in self.engrams:
-                X, y = self.engram(self.post(X, y, C, B)), None
-            X, x, A, C, B = self.boundary(site, X, y, C, B, A, mixes[site], taken)
+                X, y = self.engram(self.post(site, X, y, C, B)), None
+            fn, base, scale, norm = weights[4 * site + 1 : 4 * site + 5]
+            X = self.post(site, X, y, C, B)
+            own = self.coefficients(-1, X, fn, base, scale, [])[0] if self.has("its own pre", site) else A
+            x = self.collapsed(site, X, A, norm, own, taken)
+            if self.has("an effect inside", site):
+                taken.append(drawn_like(x))
+            A, C, B = self.coefficients(site, X, fn, base, scale, taken)
             y = torch.tanh(x @ weights[0])
-        X = self.post(X, y, C, B)
-        return self.normalise(self.collapse(X, A), mixes[-1][3]), *taken
+        X = self.post(self.sites, X, y, C, B)
+        return self.collapsed(self.sites, X, A, weights[-1], X.float().mean(-1).sigmoid(), taken), *taken
 
     def entry(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
         first = (torch.arange(self.count) == 0).to(torch.float32)
@@ -127,61 +150,106 @@ class Stack:
     def engram(self, X: Tensor) -> Tensor:
         return (X.float() + torch.sigmoid(X.float().mean(-1, keepdim=True)) * X.float().exp()).to(X.dtype)
 
-    def post(self, X: Tensor, y: Tensor | None, C: Tensor | None, B: Tensor | None) -> Tensor:
+    def post(self, site: int, X: Tensor, y: Tensor | None, C: Tensor | None, B: Tensor | None) -> Tensor:
         if y is None or C is None or B is None:
             return X
         mixed = MIXES[self.spelling.mix](X.float(), B.mT if self.transposed_comb else B)
+        if self.has("comes back", site):
+            y = y + torch.tanh(mixed[:, 0]).to(y.dtype)
+        if self.has("mixes twice as much", site):
+            mixed = mixed * 2
         return PENDINGS[self.spelling.pending](y.float(), C, mixed).to(X.dtype)
 
-    def collapse(self, X: Tensor, A: Tensor) -> Tensor:
-        return COLLAPSES[self.spelling.collapse](X.float(), A).to(X.dtype)
+    def collapsed(self, site: int, X: Tensor, A: Tensor, norm: Tensor, own: Tensor, taken: list[Tensor]) -> Tensor:
+        """x, what the sublayer reads. own: the pre that this boundary predicts."""
+        if self.has("its own pre", site):
+            taken.append(A)
+            A = own
+        h = COLLAPSES[self.spelling.collapse](X.float(), A)
+        if self.has("collapses with a rest", site):
+            h = h + X[:, 0].float()
+        if self.has("collapses twice", site):
+            again = COLLAPSES[self.spelling.collapse](X.float(), A.flip(-1))
+            taken.append(self.normalise(again.to(X.dtype), norm))
+        return self.normalise(h.to(X.dtype), norm)
 
     def normalise(self, h: Tensor, weight: Tensor) -> Tensor:
         x = self.spelling.norm(h.float(), self.norm_eps)
         return (x * weight.float() if self.weighted else x).to(h.dtype)
 
-    def boundary(self, site: int, X: Tensor, y: Any, C: Any, B: Any, A: Tensor, mix: Any, taken: list[Tensor]) -> Any:
-        flaw = {name for name, at in self.damage.items() if at == site}
-        fn, base, scale, weight = mix
-        X = self.post(X, y, C, B)
-        if "V4" in flaw:
-            A = self.coefficients(X, fn, base, scale, flaw)[0]
-        x = self.normalise(self.collapse(X, A), weight)
-        A, C, B = self.coefficients(X, fn, base, scale, flaw)
-        return X, x, A, C, B
-
-    def coefficients(self, X: Tensor, fn: Tensor, base: Tensor, scale: Tensor, flaw: set[str]) -> Any:
+    def coefficients(self, site: int, X: Tensor, fn: Tensor, base: Tensor, scale: Tensor, taken: list[Tensor]) -> Any:
         n, spelling = self.count, self.spelling
         x = X.flatten(1).float()
+        measured = X[:, 0].float() if self.has("the RMS of one stream", site) else x
         project = PROJECTIONS[spelling.projection]
-        if spelling.scaled == "before":
+        if spelling.scaled == "before" and measured is x:
             z = project(spelling.norm(x, self.norm_eps), fn)
         else:
-            mean = MEANS[spelling.mean](SQUARES[spelling.square](x))
+            mean = MEANS[spelling.mean](SQUARES[spelling.square](measured))
             z = DIVISIONS[spelling.division](project(x, fn), mean + self.norm_eps)
         sizes = (n, n, n * n)
+        cuts = ((0, n), (n, 2 * n), (2 * n, n * (n + 2)))
+        if self.has("a spare column", site):
+            taken.append(z[:, n * (n + 2)])
         if spelling.columns == "affine first":
-            z = z * torch.cat([s.expand(size) for s, size in zip(scale, sizes, strict=True)]) + base
-            a, c, b = z.split(sizes, -1)
-        elif spelling.columns == "slice":
-            cuts = ((0, n), (n, 2 * n), (2 * n, n * (n + 2)))
+            scales = torch.cat([s.expand(size) for s, size in zip(scale, sizes, strict=True)])
+            a, c, b = ((z[:, : n * (n + 2)] * scales) + base[: n * (n + 2)]).split(sizes, -1)
+        elif spelling.columns == "slice" or self.has("a spare column", site):
             a, c, b = (z[:, i:j] * scale[k] + base[i:j] for k, (i, j) in enumerate(cuts))
         else:
             groups = zip(scale, z.split(sizes, -1), base.split(sizes), strict=True)
             a, c, b = (s * group + g for s, group, g in groups)
-        return a.sigmoid() + self.eps, self.factor * c.sigmoid(), self.sinkhorn(b.unflatten(-1, (n, n)))
+        if self.has("another gate", site):
+            taken.append(c.sigmoid())
+        return a.sigmoid() + self.eps, self.factor * c.sigmoid(), self.sinkhorn(site, b.unflatten(-1, (n, n)))
 
-    def sinkhorn(self, logits: Tensor) -> Tensor:
-        return sinkhorn_region(logits, self.iters, self.eps) if self.spelling.subgraph else sinkhorn(logits, self.iters, self.eps)
+    def sinkhorn(self, site: int, logits: Tensor) -> Tensor:
+        if self.has("changes eps", site):
+            return sinkhorn(logits, 2, self.eps, last_eps=1e-3)
+        return (sinkhorn_region if self.spelling.subgraph else sinkhorn)(logits, self.iters, self.eps)
 
 
-def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+def sinkhorn(logits: Tensor, iters: int, eps: float, last_eps: float | None = None) -> Tensor:
     m = logits.softmax(-1) + eps
     m = m / (m.sum(-2, keepdim=True) + eps)
     for _ in range(iters - 1):
         m = m / (m.sum(-1, keepdim=True) + eps)
         m = m / (m.sum(-2, keepdim=True) + eps)
-    return m
+    return m if last_eps is None else m / (m.sum(-1, keepdim=True) + last_eps)
 
 
 sinkhorn_region = torch.compiler.nested_compile_region(sinkhorn)
+
+spellings = st.builds(
+    Spelling,
+    collapse=st.sampled_from(sorted(COLLAPSES)),
+    mix=st.sampled_from(sorted(MIXES)),
+    pending=st.sampled_from(sorted(PENDINGS)),
+    square=st.sampled_from(sorted(SQUARES)),
+    mean=st.sampled_from(sorted(MEANS)),
+    division=st.sampled_from(sorted(DIVISIONS)),
+    projection=st.sampled_from(sorted(PROJECTIONS)),
+    scaled=st.sampled_from(["after", "before"]),
+    columns=st.sampled_from(["split", "slice", "affine first"]),
+    subgraph=st.booleans(),
+)
+
+
+@st.composite
+def stacks(draw: st.DrawFn, spelling: st.SearchStrategy[Spelling] = spellings) -> Stack:
+    """Legal stacks of one to three boundaries."""
+    sites = draw(st.integers(1, 3))
+    return Stack(
+        count=draw(st.sampled_from([4, 2, 3])),
+        width=draw(st.sampled_from([8, 4, 6])),
+        sites=sites,
+        engrams=tuple(site for site in range(1, sites) if draw(st.integers(0, 3)) == 0),
+        iters=draw(st.integers(1, 4)),
+        eps=draw(st.sampled_from([1e-6, 1e-3])),
+        norm_eps=draw(st.sampled_from([1e-20, 1e-6])),
+        factor=draw(st.sampled_from([2.0, 1.0])),
+        weighted=draw(st.booleans()),
+        transposed_comb=draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.bfloat16, torch.float32])),
+        spelling=draw(spelling),
+    )

@@ -1,0 +1,153 @@
+"""outline_mhc finds every boundary of a stack in any spelling, and names the rule that a flawed one breaks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import event, given
+from hypothesis import strategies as st
+from torch import ops
+from torch.fx import GraphModule, Node
+
+from tests.invariants import apply, check_pass, copy_program
+from tests.strategies.mhc import Spelling, Stack, spellings, stacks
+from tests.strategies.tracing import trace
+from v41.passes import outline_mhc as module
+from v41.passes.canonicalize import canonicalize
+from v41.passes.fold_sinkhorn import fold_sinkhorn
+from v41.passes.outline_mhc import RULES, outline_mhc
+from v41.regions import NotOutlinable, body_of, is_region, regions
+from v41.report import Decision
+
+
+@cache
+def traced(stack: Stack, backed: bool) -> GraphModule:
+    fn, rows, weights = stack.to_trace()
+    gm = trace(fn, rows, static=weights, backed=backed)
+    apply(canonicalize, gm)
+    apply(fold_sinkhorn, gm)
+    return gm
+
+
+def prepared(stack: Stack, *, backed: bool = False) -> GraphModule:
+    """A graph of `stack` as outline_mhc gets it."""
+    return copy_program(traced(stack, backed))
+
+
+def kinds(decisions: list[Decision]) -> Counter[str]:
+    """How many sites of which form (or kind, for post maps alone) were applied; refused ones by rule."""
+    names = [d.region.attrs.get("form", d.region.kind) if d.region else str(d.rule) for d in decisions]
+    return Counter(names)
+
+
+def expected(stack: Stack) -> Counter[str]:
+    interrupted = len([site for site in stack.engrams if site > 0])
+    seams = stack.sites - 1 - interrupted
+    wanted = {"entry": 1, "seam": seams, "after_engram": interrupted, "mhc_post": interrupted, "exit": 1}
+    return Counter({name: count for name, count in wanted.items() if count})
+
+
+@given(stacks(), st.booleans())
+def test_finds_every_boundary_in_any_spelling(stack: Stack, backed: bool) -> None:
+    gm = prepared(stack, backed=backed)
+    decisions = check_pass(outline_mhc, gm)
+    assert kinds(decisions) == expected(stack)
+    for call in regions(gm, "mhc_boundary"):
+        attrs = body_of(call).meta["v41_region"].attrs
+        assert (attrs["streams"], attrs["hidden"]) == (stack.count, stack.width)
+        assert attrs["sinkhorn"] == {"first_axis": -2, "steps": 2 * stack.iters - 1, "eps": stack.eps}
+        assert (attrs["pre"], attrs["post"]) == ((1.0, stack.eps), (stack.factor, 0.0))
+        assert attrs["head"] == ("softmax", -1, stack.eps) and attrs["columns"] == ("pre", "post", "comb")
+        assert attrs["rms_eps"] == attrs["norm_eps"] == stack.norm_eps and attrs["norm_weight"] is stack.weighted
+        assert attrs.get("comb_axes") in (None, "kj" if stack.transposed_comb else "jk")
+        assert len(attrs["operands"]) == len(call.args) - 2 and len(attrs["outputs"]) == len(call.meta["val"])
+        check_cones(call)
+
+
+def check_cones(call: Node) -> None:
+    """What the critical outputs need holds no part of the coefficients, and the other way round no norm."""
+    attrs, body = body_of(call).meta["v41_region"].attrs, body_of(call)
+    results = body.graph.output_node().args[0]
+    names = attrs["outputs"]
+    critical, late = (cone([results[i] for i in attrs[key]]) for key in ("critical", "coefficients"))
+    assert {names[i] for i in attrs["critical"]} >= {"input"} and "extra" not in names
+    assert {names[i] for i in attrs["coefficients"]} <= {"pre", "post", "comb"}
+    gates = {node for node in body.graph.nodes if node.target is ops.aten.sigmoid.default or is_region(node)}
+    assert gates and not gates & critical
+    assert gates <= late
+    assert len(critical & late) < len(critical)
+
+
+def cone(results: list[Node]) -> set[Node]:
+    seen: set[Node] = set()
+    stack = list(results)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+# ---- flaws: what breaks one rule at one site, and no other
+
+BASE = Stack(sites=3, engrams=(2,))  # entry, seam, post map alone, after_engram, exit
+FLAWS: dict[tuple[str, str], tuple[str, int]] = {
+    ("mhc_boundary", "one pre, one post and one comb are predicted"): ("another gate", 1),
+    ("mhc_boundary", "the projection is divided by the RMS of the streams it reads"): ("the RMS of one stream", 1),
+    ("mhc_boundary", "there are as many streams as pre, post and rows of comb"): ("a spare column", 1),
+    ("mhc_boundary", "comb is one Sinkhorn chain"): ("changes eps", 1),
+    ("mhc_boundary", "the streams are collapsed once, for one norm"): ("collapses twice", 1),
+    ("mhc_boundary", "the collapse is sum_j pre_j X_j"): ("collapses with a rest", 1),
+    ("mhc_boundary", "the carried pre comes from an earlier boundary"): ("its own pre", 1),
+    ("mhc_boundary", "the post map is post_k y + sum_j comb_jk X_j"): ("mixes twice as much", 1),
+    ("mhc_boundary", "no path leaves it and comes back"): ("comes back", 1),
+    ("mhc_boundary", "nothing is written in between, and no effect reads it there"): ("an effect inside", 1),
+    ("mhc_exit", "the streams are collapsed once, for one norm"): ("collapses twice", 3),
+    ("mhc_exit", "the collapse is sum_j pre_j X_j"): ("collapses with a rest", 3),
+    ("mhc_exit", "the carried pre comes from an earlier boundary"): ("its own pre", 3),
+    ("mhc_exit", "the post map is post_k y + sum_j comb_jk X_j"): ("mixes twice as much", 3),
+    ("mhc_exit", "no path leaves it and comes back"): ("comes back", 3),
+    ("mhc_post", "the post map is post_k y + sum_j comb_jk X_j"): ("mixes twice as much", 2),
+    ("mhc_post", "no path leaves it and comes back"): ("comes back", 2),
+}
+
+
+@pytest.mark.parametrize(("kind", "rule"), FLAWS)
+def test_names_the_rule_and_leaves_the_other_sites_alone(kind: str, rule: str) -> None:
+    decisions = check_pass(outline_mhc, prepared(replace(BASE, flaw=FLAWS[kind, rule])))
+    assert [d.rule for d in decisions if not d.applied] == [rule]
+    assert len(decisions) == expected(BASE).total()
+
+
+@pytest.mark.parametrize(("kind", "rule"), FLAWS)
+def test_a_deleted_rule_lets_its_flaw_through(kind: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = prepared(replace(BASE, flaw=FLAWS[kind, rule]))
+    monkeypatch.setitem(module.RULES, kind, tuple(pair for pair in RULES[kind] if pair[0] != rule))
+    with suppress(NotOutlinable, ValueError):  # damage is as good
+        assert rule not in [d.rule for d in apply(outline_mhc, gm)]
+
+
+@given(spellings, st.sampled_from(sorted(FLAWS)))
+def test_a_flaw_is_named_in_any_spelling(spelling: Spelling, site: tuple[str, str]) -> None:
+    if site[1].startswith("the projection is divided"):
+        spelling = replace(spelling, scaled="after")
+    stack = replace(BASE, flaw=FLAWS[site], spelling=spelling)
+    event(site[1])
+    assert [d.rule for d in check_pass(outline_mhc, prepared(stack)) if not d.applied] == [site[1]]
+
+
+def test_every_rule_has_a_flaw() -> None:
+    effect = "nothing is written in between, and no effect reads it there"
+    wanted = {(kind, rule) for kind, rules in RULES.items() for rule, _ in rules}
+    assert wanted - FLAWS.keys() == {("mhc_exit", effect), ("mhc_post", effect)}  # one rule, one predicate: shown above
+
+
+def test_a_stack_without_boundaries_has_no_sites() -> None:
+    gm = trace(lambda x: torch.tanh(x @ x.mT).softmax(-1), torch.randn(3, 4, 4))
+    assert check_pass(outline_mhc, gm) == []
