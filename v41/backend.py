@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from v41._compat import (
     real_tensors,
     times_compiled_before,
 )
-from v41.errors import GradientsRequested
+from v41.errors import CodegenHasNoDevice, GradientsRequested
 from v41.options import Options, parse
 from v41.passes.partition import partition
 from v41.passes.pipeline import CUT_AT, run_pipeline, text_of
+from v41.regions import region_of, regions
 from v41.report import CompileReport, programs_wanted, publish, source_of
 from v41.runtime.executor import Artifact, eager_artifact, executor
 
@@ -66,7 +68,8 @@ def v41(
     """The backend that `torch.compile(model, backend="v41", options={...})` calls. See v41.options for the options."""
     parsed = parse(options, mode)
     refuse_gradients(gm, example_inputs)
-    codegen, why = effective_codegen(parsed, device_of(example_inputs))
+    device = device_of(example_inputs)
+    codegen, why = effective_codegen(parsed, device)
     report = CompileReport(graph_break=graph_break(gm), recompiles=times_compiled_before())
     report.options = {
         "codegen": (codegen, why),
@@ -76,18 +79,18 @@ def v41(
 
     def inference(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         report.seconds["aot_autograd"] = time.perf_counter() - start
-        return build(aten, codegen, parsed.verify, report)
+        return build(aten, ways(codegen, device), parsed.verify, report)
 
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         raise gradients_requested(gm, example_inputs)
 
-    whole = WHOLE_IN_EAGER if codegen == "eager" else ()
+    whole = () if "inductor" in ways(codegen, device) else WHOLE_IN_EAGER
     compiled = functional_aten(gm, example_inputs, inference, training, whole=whole)
     publish(report)
     return compiled
 
 
-def build(aten: GraphModule, codegen: str, check: bool, report: CompileReport) -> Callable[[list[Any]], Any]:
+def build(aten: GraphModule, order: Sequence[str], check: bool, report: CompileReport) -> Callable[[list[Any]], Any]:
     """One functional ATen graph, all the way to the boxed function that runs it."""
     clock = time.perf_counter
     start = clock()
@@ -99,33 +102,83 @@ def build(aten: GraphModule, codegen: str, check: bool, report: CompileReport) -
     plan = partition(program, cut_at=CUT_AT)
     report.seconds["partition"], start = clock() - start, clock()
     bodies = {piece.key: piece.body for piece in reversed(plan.pieces)}
-    artifacts = {key: artifact(bodies[key], names, codegen, report) for key, names in plan.keys.items()}
+    artifacts = {key: artifact(bodies[key], names, order, report) for key, names in plan.keys.items()}
     report.seconds["codegen"] = clock() - start
     report.plan, report.pieces, report.artifacts = plan, len(plan.pieces), len(artifacts)
     return executor(plan, artifacts)
 
 
-def artifact(body: GraphModule, names: Sequence[str], codegen: str, report: CompileReport) -> Artifact:
-    """What the pieces `names` run. What Inductor cannot compile runs as eager, and the report says why."""
-    if codegen == "inductor":
-        from v41.lowering.inductor import compile_piece
-
-        try:
-            return compile_piece(body, names[0])
-        except Exception as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-            report.fallbacks.append(f"{', '.join(names)} as eager: Inductor raised {type(error).__name__}: {first}")
+def artifact(body: GraphModule, names: Sequence[str], order: Sequence[str], report: CompileReport) -> Artifact:
+    """What the pieces `names` run: the first way of `order` that takes them. The report says why others did not."""
+    for way, following in pairwise(order):
+        made = generated(body, names, report) if way == "triton" else compiled_by_inductor(body, names)
+        if not isinstance(made, str):
+            return made
+        if made:
+            report.fallbacks.append(f"{', '.join(names)} as {following}: {made}")
     return eager_artifact(body)
 
 
-def effective_codegen(options: Options, device: torch.device) -> tuple[str, str]:
-    """How pieces run, and who decided: the option, or for "auto" whether Inductor keeps the rounding points here."""
-    if options.codegen == "eager":
-        return "eager", "options"
+def generated(body: GraphModule, names: Sequence[str], report: CompileReport) -> Artifact | str:
+    """The generated kernel of a piece of regions, or why there is none; "" for pieces between regions."""
+    calls = list(regions(body))
+    kinds = dict.fromkeys(kind for call in calls if (kind := region_of(call).kind) in CUT_AT)
+    if not kinds:
+        return ""
+    from v41.lowering.generated import GeneratedPiece, generate_piece
+
+    made = generate_piece(body, "_".join(kinds), names[0])
+    if not isinstance(made, GeneratedPiece):
+        return f"no kernel, since {made.node} ({made.op}) {made.reason}"
+    report.kernels.setdefault(made.kernel.name, []).extend(names)
+    return made
+
+
+def compiled_by_inductor(body: GraphModule, names: Sequence[str]) -> Artifact | str:
+    """What Inductor made of a piece, or what it raised."""
+    from v41.lowering.inductor import compile_piece
+
+    try:
+        return compile_piece(body, names[0])
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        return f"Inductor raised {type(error).__name__}: {first}"
+
+
+def ways(codegen: str, device: torch.device) -> tuple[str, ...]:
+    """The ways in which a piece may run under an effective codegen, the first that takes it wins; eager takes all."""
+    if codegen == "triton":
+        return ("triton", "eager") if inductor_refusal(device) else ("triton", "inductor", "eager")
+    return ("inductor", "eager") if codegen == "inductor" else ("eager",)
+
+
+def inductor_refusal(device: torch.device) -> str | None:
+    """Why Inductor does not keep the rounding points on `device`; None where it does."""
     from v41.lowering.inductor import supported
 
     with outside_of_tracing():
-        reason = supported(device)
+        return supported(device)
+
+
+def effective_codegen(options: Options, device: torch.device) -> tuple[str, str]:
+    """How pieces run, and who decided: the option, or for "auto" what the device can do.
+
+    "triton" generates kernels for regions where Triton compiles for the device; all else runs through Inductor where
+    that keeps the rounding points, else as eager.
+    """
+    from v41.lowering.generated import unsupported_device
+
+    who = "auto" if options.codegen == "auto" else "options"
+    if options.codegen == "eager":
+        return "eager", who
+    no_kernels = unsupported_device(device)
+    if options.codegen == "triton" and no_kernels:
+        raise CodegenHasNoDevice(
+            "torch.compile(options=...)", codegen="triton", reason=no_kernels, others="eager or inductor"
+        )
+    reason = inductor_refusal(device)
+    if no_kernels is None and options.codegen != "inductor":
+        return "triton", f"{who}; the rest as eager: {reason}" if reason else f"{who}; the rest through inductor"
     if options.codegen == "inductor":
         return "inductor", "options" if reason is None else f"options, although {reason}"
     return ("inductor", "auto") if reason is None else ("eager", f"auto: {reason}")

@@ -27,6 +27,13 @@ class InvalidOptionValue(V41Error):
     fix = "use {allowed}"
 
 
+class CodegenHasNoDevice(V41Error):
+    """facts: codegen, reason, others (as text)."""
+
+    found = "codegen {codegen} cannot run this graph: {reason}"
+    fix = "use codegen {others} here, or move the model and its inputs to a GPU"
+
+
 class ModeRefused(V41Error):
     """facts: mode, known."""
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from v41.errors import InvalidOptionValue, ModeRefused, UnknownOption
 
-CODEGENS = ("auto", "eager", "inductor")
+CODEGENS = ("auto", "eager", "inductor", "triton")
 
 
 @dataclass(frozen=True)
 class Options:
     """`codegen`: how pieces run. "eager" runs their ATen nodes, "inductor" compiles them with the rounding points kept,
-    "auto" takes Inductor where it can keep them on this torch and device, else eager (the report says which and why).
+    "triton" generates a kernel for each piece of regions on a GPU and leaves the others to Inductor (or eager),
+    "auto" takes Triton on a GPU, elsewhere Inductor where it keeps them, else eager (the report says which and why).
     `verify`: check every program after every pass (lint, order, meta, effects, aliases, signature).
     """
 

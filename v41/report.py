@@ -56,6 +56,7 @@ class CompileReport:
     passes: list[PassRun] = field(default_factory=list)
     pieces: int = 0
     artifacts: int = 0  # distinct compiled artifacts; pieces - artifacts were shared by structure
+    kernels: dict[str, list[str]] = field(default_factory=dict)  # generated kernel -> the pieces that run it
     fallbacks: list[str] = field(default_factory=list)  # "piece 3 runs as eager: ..."
     graph_break: str | None = None  # why Dynamo ended this graph early, with the user's line
     recompiles: int = 0  # how often Dynamo had compiled this function before

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.fx import GraphModule, Node
 
+from v41._compat import known_equal
 from v41.lowering.rowwise import products, reductions, views
 from v41.lowering.rowwise.axes import ROW, SMALL_LIMIT, WIDE, Axes, Refused, Value, broadcast
 from v41.lowering.rowwise.elementwise import DIVISIONS, ELEMENTWISE, FLOATS
@@ -57,6 +58,7 @@ class Program:
 
     axes: Axes
     builder: Builder
+    rows: int | torch.SymInt | None = None  # the size of the row axis
     inputs: list[Tensor | None] = field(default_factory=list)
     outputs: list[tuple[Tensor, Value]] = field(default_factory=list)
 
@@ -75,11 +77,14 @@ def read(body: GraphModule) -> Program:
     arguments: list[Any] = []
     for index, node in enumerate(n for n in body.graph.nodes if n.op == "placeholder"):
         arguments.append(_input(program, index, node))
+    if program.rows is None:
+        raise NotRowwise(body.graph.output_node(), "reads no tensor whose first axis is symbolic: there are no rows")
     results = _run(program, body, arguments)
     outputs = outputs_of(body)
     for index, (node, value) in enumerate(zip(outputs, results, strict=True)):
         if not isinstance(value, Value) or value.dims[:1] != ((ROW,),):
-            raise NotRowwise(body.graph.output_node(), f"output {index} has no row axis")
+            raise NotRowwise(body.graph.output_node(), f"has no row axis in output {index}")
+        _same_rows(program, node, node.meta["val"].shape[0])
         program.outputs.append((_tensor(f"out_{index}", node), value))
     return program
 
@@ -117,12 +122,22 @@ def _input(program: Program, index: int, node: Node) -> Any:
         raise NotRowwise(node, "has a symbolic size beyond its first axis")
     if meta.dtype not in FLOATS:
         raise NotRowwise(node, f"is of dtype {meta.dtype}")
+    if tensor.per_row:
+        _same_rows(program, node, meta.shape[0])
     program.inputs.append(tensor)
     program.builder.name = node.name
     try:
         return _elements(program, index, tensor, tuple(meta.shape))
     except Refused as refusal:
         raise NotRowwise(node, refusal.reason) from None
+
+
+def _same_rows(program: Program, node: Node, rows: int | torch.SymInt) -> None:
+    """Every row axis is one: a launch has one number of rows."""
+    if program.rows is None:
+        program.rows = rows
+    if not known_equal(program.rows, rows):
+        raise NotRowwise(node, f"has {rows} rows beside others of {program.rows}")
 
 
 def _elements(program: Program, source: int, tensor: Tensor, shape: tuple[Any, ...]) -> Value:
@@ -152,6 +167,8 @@ def _run(program: Program, body: GraphModule, arguments: list[Any]) -> list[Any]
     for node in body.graph.nodes:
         if node.op == "placeholder":
             env[node] = next(given)
+        elif node.op == "get_attr" and not isinstance(getattr(body, str(node.target), None), GraphModule):
+            raise NotRowwise(node, "reads a constant tensor")
         elif node.op == "call_function":
             program.builder.name = node.name
             try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import v41
 from v41 import backend
-from v41.errors import GradientsRequested, InvalidOptionValue, ModeRefused, UnknownOption
+from v41.errors import CodegenHasNoDevice, GradientsRequested, InvalidOptionValue, ModeRefused, UnknownOption
 from v41.lowering.inductor import supported
 from v41.options import Options
 from v41.passes.pipeline import PIPELINE, Pass, run_pipeline
@@ -282,7 +282,8 @@ def test_inference_mode() -> None:
     ("settings", "error"),
     [
         ({"options": {"codgen": "eager"}}, UnknownOption),
-        ({"options": {"codegen": "triton"}}, InvalidOptionValue),
+        ({"options": {"codegen": "cuda"}}, InvalidOptionValue),
+        ({"options": {"codegen": "triton"}}, CodegenHasNoDevice),
         ({"options": {"verify": 1}}, InvalidOptionValue),
         ({"mode": "reduce-overhead"}, ModeRefused),
     ],

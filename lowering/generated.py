@@ -1,0 +1,67 @@
+"""generate_piece: a piece whose rows are independent becomes one generated Triton kernel, or is refused with a reason.
+
+    before   piece: rows of fp32 and bf16 in, regions, rows out        after   one launch; inputs checked at the border
+
+The kernel's inputs are what the trace promised (dtype, shape, strides: piece_inputs.py); outputs have the strides that
+the trace gave them, since the pieces behind were compiled for those. What has another layout is refused, not copied.
+Only inputs that lie in memory as a view would (an expanded coefficient, a slice) are made contiguous at the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, device
+from torch.fx import GraphModule, Node
+
+from v41.lowering.piece_inputs import checker
+from v41.lowering.rowwise import GeneratedKernel, Unsupported, generate
+
+DEVICES = ("cuda",)  # types that Triton compiles for here
+
+
+@dataclass(frozen=True)
+class GeneratedPiece:
+    """What a piece runs: called with its inputs in order, it returns the outputs as a tuple."""
+
+    kernel: GeneratedKernel
+    check: Any
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        self.check(args)
+        return self.kernel.launch(*args)
+
+
+def generate_piece(body: GraphModule, name: str, piece: str) -> GeneratedPiece | Unsupported:
+    """The generated kernel of `body`, its text called `name` and a hash. `piece` names it where inputs do not fit."""
+    found = generate(body, name)
+    if isinstance(found, Unsupported):
+        return found
+    placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
+    (results,) = body.graph.output_node().args
+    refusal = _lies_otherwise(results)  # type: ignore[arg-type]
+    if refusal is not None:
+        return refusal
+    metas = [node.meta["val"] for node in placeholders]
+    return GeneratedPiece(found, checker(piece, [node.name for node in placeholders], metas))
+
+
+def unsupported_device(where: device) -> str | None:
+    """None if generated kernels run on `where`, else the sentence that says why not."""
+    if where.type not in DEVICES:
+        return f"Triton compiles for {' and '.join(DEVICES)}, and this graph runs on {where.type}"
+    return None
+
+
+def _lies_otherwise(results: Sequence[Node]) -> Unsupported | None:
+    """The first result that is not contiguous by its meta. All sizes behind the rows are numbers by now."""
+    for node in results:
+        value: Tensor = node.meta["val"]
+        step = 1
+        for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):
+            if not isinstance(stride, int) or (stride != step and not (isinstance(size, int) and size == 1)):
+                return Unsupported(node.name, str(node.target), f"returns strides {tuple(value.stride())}")
+            step *= size if isinstance(size, int) else 1
+    return None
