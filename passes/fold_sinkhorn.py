@@ -144,21 +144,28 @@ RULES = (  # what must hold, and who finds the node that breaks it; in order: ea
 
 def fold_sinkhorn(gm: GraphModule) -> list[Decision]:
     """Outlines every legal chain of `gm` in place. One decision a chain, in graph order."""
-    *subgraphs, _ = programs(gm)
-    inner = [decision for subgraph in subgraphs for decision in _fold(subgraph) if not decision.applied]
+    for subgraph in programs(gm)[:-1]:
+        _fold(subgraph)
     folded = [applied(call) for call in _inline_holders(gm)]
+    inner = [decision for subgraph in programs(gm)[:-1] for decision in _fold(subgraph)]
     order = {node.name: i for i, node in enumerate(gm.graph.nodes)}
     return inner + sorted(folded + _fold(gm), key=lambda decision: order.get(decision.node, -1))
 
 
 def _inline_holders(gm: GraphModule) -> list[Node]:
-    """Inlines calls of subgraphs, not regions, that hold a folded loop. The regions that `gm` got by it, in order."""
+    """Inlines calls of subgraphs, not regions, that hold a loop or a lone step of one. The regions `gm` got by it."""
     before = set(regions(gm, KIND))
     for program in programs(gm):
         for call in [node for node in program.graph.nodes if node.target is invoke_subgraph and not is_region(node)]:
-            if next(regions(body_of(call), KIND), None) is not None:
+            if _holds_a_loop(body_of(call)):
                 inline(program, call)
     return [call for call in regions(gm, KIND) if call not in before]
+
+
+def _holds_a_loop(body: GraphModule) -> bool:
+    steps = [chain[0].source for chain in find_chains(body, least=1)]
+    square = any(len(shape(m)) > 2 and known_equal(*shape(m)[-2:]) for m in steps)
+    return square or next(regions(body, KIND), None) is not None
 
 
 def _fold(gm: GraphModule) -> list[Decision]:

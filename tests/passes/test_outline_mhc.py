@@ -9,26 +9,33 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import ops
 from torch.fx import GraphModule, Node
 
-from tests.invariants import apply, check_pass, copy_program
+from tests.invariants import apply, check_pass, check_same_values, copy_program
 from tests.strategies.mhc import Spelling, Stack, spellings, stacks
+from tests.strategies.noise import disturb
 from tests.strategies.tracing import trace
 from v41.passes import outline_mhc as module
 from v41.passes.canonicalize import canonicalize
 from v41.passes.fold_sinkhorn import fold_sinkhorn
+from v41.passes.matching import shape
 from v41.passes.outline_mhc import RULES, outline_mhc
 from v41.regions import NotOutlinable, body_of, is_region, regions
 from v41.report import Decision
 
 
 @cache
-def traced(stack: Stack, backed: bool) -> GraphModule:
+def captured(stack: Stack, backed: bool = False) -> GraphModule:
     fn, rows, weights = stack.to_trace()
-    gm = trace(fn, rows, static=weights, backed=backed)
+    return trace(fn, rows, static=weights, backed=backed)
+
+
+@cache
+def traced(stack: Stack, backed: bool) -> GraphModule:
+    gm = copy_program(captured(stack, backed))
     apply(canonicalize, gm)
     apply(fold_sinkhorn, gm)
     return gm
@@ -52,6 +59,10 @@ def expected(stack: Stack) -> Counter[str]:
     return Counter({name: count for name, count in wanted.items() if count})
 
 
+FEWER = settings(max_examples=settings.default.max_examples // 3)  # seconds each
+
+
+@FEWER
 @given(stacks(), st.booleans())
 def test_finds_every_boundary_in_any_spelling(stack: Stack, backed: bool) -> None:
     gm = prepared(stack, backed=backed)
@@ -133,6 +144,7 @@ def test_a_deleted_rule_lets_its_flaw_through(kind: str, rule: str, monkeypatch:
         assert rule not in [d.rule for d in apply(outline_mhc, gm)]
 
 
+@FEWER
 @given(spellings, st.sampled_from(sorted(FLAWS)))
 def test_a_flaw_is_named_in_any_spelling(spelling: Spelling, site: tuple[str, str]) -> None:
     if site[1].startswith("the projection is divided"):
@@ -140,6 +152,22 @@ def test_a_flaw_is_named_in_any_spelling(spelling: Spelling, site: tuple[str, st
     stack = replace(BASE, flaw=FLAWS[site], spelling=spelling)
     event(site[1])
     assert [d.rule for d in check_pass(outline_mhc, prepared(stack)) if not d.applied] == [site[1]]
+
+
+def test_a_tap_in_between_waits_behind_the_region() -> None:
+    decisions = check_pass(outline_mhc, prepared(replace(BASE, flaw=("a tap inside", 1))))
+    assert kinds(decisions) == expected(BASE)
+    assert all("extra" not in d.region.attrs["outputs"] for d in decisions if d.region)
+
+
+def test_what_others_read_inside_becomes_an_extra_output() -> None:
+    gm = prepared(BASE)
+    scores = next(node for node in gm.graph.nodes if node.target is ops.aten.rsqrt.default and "u" in str(shape(node)))
+    (results,) = gm.graph.output_node().args
+    gm.graph.output_node().args = ([*results, scores],)  # type: ignore[misc]
+    decisions = check_pass(outline_mhc, gm)
+    assert kinds(decisions) == expected(BASE)
+    assert next(d.region.attrs["outputs"].count("extra") for d in decisions if d.region) == 1
 
 
 def test_every_rule_has_a_flaw() -> None:
@@ -151,3 +179,18 @@ def test_every_rule_has_a_flaw() -> None:
 def test_a_stack_without_boundaries_has_no_sites() -> None:
     gm = trace(lambda x: torch.tanh(x @ x.mT).softmax(-1), torch.randn(3, 4, 4))
     assert check_pass(outline_mhc, gm) == []
+
+
+@given(st.sampled_from([BASE, replace(BASE, flaw=("changes eps", 1))]), st.integers(0, 2**32))
+def test_meaningless_changes_change_nothing(stack: Stack, seed: int) -> None:
+    plain = captured(stack)
+    disturbed = disturb(copy_program(plain), seed)
+    for rows_given in (1, 5):
+        check_same_values(plain, disturbed, rows_given)
+    outcomes = []
+    for gm in (copy_program(plain), disturbed):
+        apply(canonicalize, gm)
+        decisions = [*apply(fold_sinkhorn, gm), *apply(outline_mhc, gm)]
+        outcomes.append([(d.applied, d.rule, d.region) for d in decisions])
+        check_same_values(plain, gm, 2)
+    assert outcomes[0] == outcomes[1]

@@ -138,6 +138,8 @@ class Stack:
             x = self.collapsed(site, X, A, norm, own, taken)
             if self.has("an effect inside", site):
                 taken.append(drawn_like(x))
+            if self.has("a tap inside", site):  # legal: what it reads is an output, and it may wait
+                taken += [x.exp(), X.float().mean(1)]
             A, C, B = self.coefficients(site, X, fn, base, scale, taken)
             y = torch.tanh(x @ weights[0])
         X = self.post(self.sites, X, y, C, B)
