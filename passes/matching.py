@@ -82,6 +82,9 @@ def is_widening(node: Node) -> bool:
     source, target = fake(node.args[0]), node.args[1]
     if source is None or not isinstance(target, torch.dtype):
         return False
+    small = [dtype.is_floating_point and dtype.itemsize == 1 for dtype in (source.dtype, target)]
+    if any(small):  # fp8 has no promotion; bf16 holds every value of every one of them
+        return source.dtype is target or (not small[1] and target in (torch.bfloat16, torch.float32, torch.float64))
     return torch.promote_types(source.dtype, target) is target
 
 
