@@ -54,8 +54,10 @@ def show(console: Console, reports: Sequence[CompileReport]) -> None:
         for label, lines in (("fallback", report.fallbacks), ("break", [report.graph_break])):
             for line in filter(None, lines):
                 console.print(Text(f"{label:9}{line}", "yellow"), soft_wrap=True)
-        console.print()
-        console.print(options_table(report))
+        for table_of in (kernels_table, options_table):
+            if made := table_of(report):
+                console.print()
+                console.print(made)
 
 
 def passes_table(passes: Sequence[PassRun]) -> Table:
@@ -93,7 +95,7 @@ def program_table(report: CompileReport) -> Table:
         "pieces": report.pieces,
         "artifacts": report.artifacts,
         "shared": report.pieces - report.artifacts,
-        **({"generated": len(report.kernels)} if report.kernels else {}),
+        "kernels": len(report.kernels) or None,
         "fallbacks": len(report.fallbacks) or None,
         "breaks": int(report.graph_break is not None) or None,
         "recompiles": report.recompiles or None,
@@ -101,6 +103,14 @@ def program_table(report: CompileReport) -> Table:
     made = table(*counts, *(f"{phase} s" for phase in phases), left=0)
     add(made, *counts.values(), *(f"{report.seconds[phase]:.1f}" for phase in phases))
     return made
+
+
+def kernels_table(report: CompileReport) -> Table | None:
+    """Generated kernels, and how many pieces run each."""
+    made = table("kernel", "pieces")
+    for name, pieces in report.kernels.items():
+        add(made, name, len(pieces))
+    return made if report.kernels else None
 
 
 def options_table(report: CompileReport) -> Table:

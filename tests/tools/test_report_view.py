@@ -28,6 +28,7 @@ def report() -> CompileReport:
         ],
         pieces=12,
         artifacts=5,
+        kernels={"mhc_boundary_7f3a91": ["piece_1", "piece_3"]},
         fallbacks=["piece_3 as eager: Inductor raised NotImplementedError: no [fp4]"],
         graph_break="Tensor.item() at model_def/batch.py:7",
         seconds={"passes": 1.25, "codegen": 30.0},
@@ -56,10 +57,13 @@ refused  fold_sinkhorn, 2 sites: "keeps one eps"; first at div_7, broken by add_
 warning  fold_sinkhorn: fewer sites than layers
 failed   outline_mhc: KeyError: val
 
-pieces  artifacts  shared  fallbacks  breaks  recompiles  passes s  codegen s
-    12          5       7          1       1           -       1.2       30.0
+pieces  artifacts  shared  kernels  fallbacks  breaks  recompiles  passes s  codegen s
+    12          5       7        1          1       1           -       1.2       30.0
 fallback piece_3 as eager: Inductor raised NotImplementedError: no [fp4]
 break    Tensor.item() at model_def/batch.py:7
+
+kernel               pieces
+mhc_boundary_7f3a91       2
 
 option   value  set by
 codegen  eager  auto: Inductor drops bf16 casts here""".splitlines()
