@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from v41 import __version__
 from v41.options import CODEGENS
@@ -20,7 +21,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"v41 {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="read prompts, write tokens, show what the compiler did"))
+    add_bench(commands.add_parser("bench", help="measure on this GPU, check against fp64, keep the figures as JSON"))
     return made
+
+
+def add_bench(command: argparse.ArgumentParser) -> None:
+    cases = command.add_subparsers(dest="case", required=True, metavar="CASE")
+    boundary = cases.add_parser("boundary", help="the mHC boundary: the generated kernel and its contenders")
+    boundary.add_argument("mode", nargs="?", choices=("bench", "check", "tune"), default="bench")
+    boundary.add_argument("--rows", type=positive, nargs="+", default=[1, 16, 64, 256, 1024, 4096])
+    boundary.add_argument("--budget", type=float, default=420, help="seconds after which no contender starts (420)")
+    boundary.add_argument("--workers", type=positive, default=12, help="processes that compile schedules (12)")
+    boundary.add_argument("--out", type=Path, help="where the JSON goes (tools/bench/results/)")
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:
@@ -50,9 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     from v41.errors import V41Error
     from v41.model_def.errors import ModelError
-    from v41.tools.generate_command import generate_command
 
     try:
+        if arguments.command == "bench":
+            from v41.tools.bench.boundary import bench_command
+
+            return bench_command(arguments)
+        from v41.tools.generate_command import generate_command
+
         return generate_command(arguments)
     except (V41Error, ModelError) as error:
         print(error, file=sys.stderr)

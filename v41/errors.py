@@ -62,6 +62,13 @@ class KernelDoesNotCompile(V41Error):
     fix = "the error names the line of the kernel; a generated kernel that fails is a bug of its generator"
 
 
+class BenchNeedsGPU(V41Error):
+    """facts: found."""
+
+    found = "a benchmark measures a GPU, and {found}"
+    fix = "run it where torch.cuda.is_available() is true"
+
+
 class InvariantBroken(V41Error):
     """facts: run (the pass), rule, node, detail."""
 

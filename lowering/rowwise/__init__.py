@@ -57,5 +57,6 @@ def generate(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> Ge
         emitter.total_width,
         (emitter.runs, emitter.run),
         program.axes.width,
+        emitter.shareable,
         schedules(emitter.runs, emitter.run, program.axes.width),
     )

@@ -5,6 +5,7 @@
       for each chunk          tiles of phase 0; results and spills stored; totals of it or its run to `partials`
       last to arrive          the totals of the row out of `partials`
                               numbers of phase 1, pass over all columns, numbers of phase 2, ...
+                              (or in a second launch, whose programs share the columns: STEP, SHARE)
 
 Totals are bitwise the same for every ROWS, GROUP and number of programs: a chunk is always BLOCK columns, folded in
 pairs (`fold_last`) or by tensor cores with k ascending; a run of RUN chunks is added one after the other; runs are
@@ -25,7 +26,7 @@ from v41.lowering.rowwise.phases import Phase, Phases, Place
 from v41.lowering.rowwise.prelude import PRELUDE
 from v41.lowering.rowwise.read import Tensor
 from v41.lowering.rowwise.roll import Loop, roll
-from v41.lowering.rowwise.schedule import runs
+from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
 from v41.lowering.rowwise.sums import Sums, group_sums
 
 FOLD = {"add": 0, "maximum": 1, "minimum": 2}
@@ -48,6 +49,7 @@ class Emitter:
         self.partial_width = sum(group.width for group in self.sums[0])
         self.total_width = sum(group.width for groups in self.sums for group in groups)
         self.masked = self.width != self.chunks * block
+        self.shareable = bool(self.sums[0]) and len(phases.each) == 2 and not self.sums[1]
 
     # ---- text
 
@@ -59,7 +61,7 @@ class Emitter:
         pointers = [f"{tensor.name}_ptr" for tensor in [*filter(None, self.program.inputs), *self._outputs()]]
         scratch = [f"scratch_{slot}_ptr" for slot in range(len(self.phases.scratch))]
         arguments = ", ".join([*pointers, *scratch, "partials", "totals", "counters", "T"])
-        tuned = "ROWS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr"
+        tuned = ", ".join(f"{c}: tl.constexpr" for c in ("ROWS", "GROUP", "PARTS", "TAIL", "STAGES", "STEP", "SHARE"))
         self.lines = ['@triton.jit(do_not_specialize=["T"])', f"def {name}({arguments},", f"{' ' * 8}{tuned}):"]
         self.say("tile = tl.program_id(0)", "part = tl.program_id(1)", "lane = tl.arange(0, ROWS)[:, None]",
                  "row = (tile * ROWS + lane).to(tl.int64)", "live = row < T",
@@ -84,12 +86,15 @@ class Emitter:
         if not self.width:
             return
         early = self._early_loads()
-        if early:
-            self.say("if PARTS > 1:  # asked for now, used by the last program")
-            self.say(*(f"    {self.names[expr]} = {self._text(expr)}" for expr in early))
         self.say(f"WHOLE: tl.constexpr = GROUP % {self.run} == 0  # runs are not shared with other programs",
+                 f"KEPT: tl.constexpr = {self.runs} if WHOLE else {self.chunks}  # totals kept of a tile",
                  f"SPAN: tl.constexpr = {self.run} if WHOLE else GROUP",
-                 "for outer in range(GROUP // SPAN):")  # fmt: skip
+                 f"if STEP != {LATER}:")  # fmt: skip
+        self.indent += 1
+        if early:
+            self.say(f"if (STEP == {ALL}) & (PARTS > 1):  # asked for now, used by the last program")
+            self.say(*(f"    {self.names[expr]} = {self._text(expr)}" for expr in early))
+        self.say("for outer in range(GROUP // SPAN):")
         self.indent += 1
         self._start_sums(0)
         self.say("for inner in tl.range(SPAN, num_stages=STAGES):")
@@ -108,7 +113,7 @@ class Emitter:
         for group, offset in self._offsets():
             kept = self._keep(group, offset, f"(part * (GROUP // {self.run}) + outer)", group.name)
             self.say("if WHOLE:", f"    {kept}")
-        self.indent -= 1
+        self.indent -= 2
 
     def _offsets(self) -> list[tuple[Sums, int]]:
         """The vectors of phase 0's totals, each with where it begins among them."""
@@ -117,23 +122,25 @@ class Emitter:
 
     def _keep(self, group: Sums, offset: int, index: str, value: str) -> str:
         """Stores totals number `index` of the tile's rows: [tile, index, vector, slot, row of the tile]."""
-        home = f"partials + (tile * {self.chunks} + {index}) * (ROWS * {self.partial_width})"
+        home = f"partials + (tile * KEPT + {index}) * (ROWS * {self.partial_width})"
         return f"tl.store({home} + ROWS * ({offset} + {group.name}_slot) + across, {value})"
 
     def _rest(self) -> None:
+        self.say(f"if STEP != {FIRST}:")
+        self.indent += 1
         self.say("last = part == PARTS - 1")
         if self.sums[0]:
-            self.say("tl.debug_barrier()  # what other threads stored is read below", "if PARTS > 1:",
-                     "    arrived = tl.atomic_add(counters + tile, 1, sem=\"acq_rel\")",
-                     "    last = arrived == PARTS - 1")  # fmt: skip
+            self.say(f"if STEP == {LATER}:", "    last = part >= 0", "else:",
+                     "    tl.debug_barrier()  # what other threads stored is read below", "    if PARTS > 1:",
+                     "        arrived = tl.atomic_add(counters + tile, 1, sem=\"acq_rel\")",
+                     "        last = arrived == PARTS - 1")  # fmt: skip
         self.say("if last:")
         self.indent += 1
         if self.sums[0]:
-            self.say(
-                "if PARTS > 1:", "    tl.store(counters + tile, 0)", f"STEPS: tl.constexpr = 1 if WHOLE else {self.run}"
-            )
+            self.say(f"if (STEP == {ALL}) & (PARTS > 1):", "    tl.store(counters + tile, 0)",
+                     f"STEPS: tl.constexpr = 1 if WHOLE else {self.run}")  # fmt: skip
         for group, offset in self._offsets():
-            home = f"partials + tile * {self.chunks} * (ROWS * {self.partial_width}) + ROWS * {offset}"
+            home = f"partials + tile * KEPT * (ROWS * {self.partial_width}) + ROWS * {offset}"
             element = f"tl.arange(0, ROWS * {group.width})[:, None]"
             self.say(f"{group.name} = row_totals({home}, {element}, {FOLD[group.op]}, "
                      f"{constant(group.start)}, {group.width}, ROWS, {self.runs}, {self.runs.bit_length() - 1}, STEPS, "
@@ -141,7 +148,7 @@ class Emitter:
         for index in range(1, max(len(self.phases.each), 2)) if self.width else [0]:
             self._later(index)
         self.say("pass")
-        self.indent -= 1
+        self.indent -= 2
 
     def _later(self, index: int) -> None:
         """Phase `index`, but for what phase 0 did: numbers its pass reads, the pass, all other numbers."""
@@ -153,17 +160,24 @@ class Emitter:
         )
         early = self._early_loads() if index == 1 and self.width else []
         if early:
-            self.say("if PARTS == 1:", *(f"    {self.names[expr]} = {self._text(expr)}" for expr in early))
+            self.say(f"if (STEP == {LATER}) | (PARTS == 1):")
+            self.say(*(f"    {self.names[expr]} = {self._text(expr)}" for expr in early))
             numbers = [expr for expr in numbers if expr not in set(early)]
         roots = [*phase.tiles, *phase.sums, *(tile for tile, _ in phase.stores)]
         needed = set(reachable(roots, self.program.builder.order))
         self._numbers([expr for expr in numbers if expr in needed], index)
         if index and roots:
             self._later_pass(index)
-        self._numbers([expr for expr in numbers if expr not in needed])
-        earlier = self.phases.each[0].number_stores if index == 1 else []
-        for expr, place in [*earlier, *phase.number_stores]:
+        rest = [expr for expr in numbers if expr not in needed]
+        stores = [*(self.phases.each[0].number_stores if index == 1 else []), *phase.number_stores]
+        once = self.shareable and index == 1 and bool(rest or stores)
+        if once:
+            self.say(f"if part * (STEP // {LATER}) == 0:  # one of those that share the columns")
+        self.indent += once
+        self._numbers(rest)
+        for expr, place in stores:
             self.say(f"tl.store({self._address(place)}, {self.names[expr]}, mask=live)")
+        self.indent -= once
 
     def _early_loads(self) -> list[Expr]:
         """Numbers that all rows share and phase 1 reads: asked for early, their latency hides behind phase 0."""
@@ -198,9 +212,10 @@ class Emitter:
     def _later_pass(self, index: int) -> None:
         block = str(self.block) if self.sums[index] else "TAIL"
         self._start_sums(index)
-        self.say(f"for start in range(0, {self.width}, {block}):")
+        self.say(f"for start in range(0, {'SHARE' if self.shareable else self.width}, {block}):")
         self.indent += 1
-        self.say(f"cols = start + tl.arange(0, {block})[None, :]")
+        begin = f"part * (STEP // {LATER}) * SHARE + " if self.shareable else ""
+        self.say(f"cols = {begin}start + tl.arange(0, {block})[None, :]")
         masked = block == "TAIL" or self.masked
         if masked:
             self.say(f"columns = cols < {self.width}")

@@ -23,19 +23,18 @@ import torch
 from torch import Tensor
 
 from v41.lowering.rowwise.read import Tensor as Described
-from v41.lowering.rowwise.schedule import Schedule, fit
+from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, Schedule, fit
 
 SPARE, TILES = 8, 1 << 14  # sets of arrival counters made at once, and tiles of rows in each
 
 
 @dataclass(frozen=True)
 class Call:
-    """One launch: grid, arguments in order, tl.constexpr arguments, Triton's own options, and what it will have
-    written."""
+    """One or two launches, in order: grid and tl.constexpr arguments of each; for all, arguments in order, Triton's own
+    options, and what they will have written."""
 
-    grid: tuple[int, int]
+    launches: list[tuple[tuple[int, int], dict[str, int]]]
     arguments: list[Any]
-    constants: dict[str, int]
     options: dict[str, Any]
     outputs: tuple[Tensor, ...]
 
@@ -54,6 +53,7 @@ class GeneratedKernel:
     total_width: int
     runs: tuple[int, int]  # a row is so many runs of so many chunks
     width: int
+    shareable: bool  # whether programs may share the columns of its later passes
     schedules: tuple[tuple[int, Schedule], ...]
     _function: Any = None
     _arrivals: Arrivals = field(default_factory=lambda: Arrivals({}, {}))
@@ -87,21 +87,22 @@ class GeneratedKernel:
     def launch(self, *tensors: Any, schedule: Schedule | None = None) -> tuple[Tensor, ...]:
         """The body's outputs. `schedule` overrides the choice by rows."""
         call = self.prepare(tensors, schedule)
-        if call.grid[0]:
-            self.run(call)
+        self.run(call)
         return call.outputs
 
-    def run(self, call: Call) -> Any:
-        """Launches `call`; what Triton compiled for it: registers, spills, shared memory, text."""
-        return self.function[call.grid](*call.arguments, **call.constants, **call.options)
+    def run(self, call: Call) -> list[Any]:
+        """Launches `call`; what Triton compiled for each launch: registers, spills, shared memory, text."""
+        return [
+            self.function[grid](*call.arguments, **constants, **call.options) for grid, constants in call.launches
+        ]
 
     def prepare(self, tensors: Sequence[Any], schedule: Schedule | None = None) -> Call:
         """The launch for `tensors`, outputs and scratch allocated."""
         pairs = [(tensor, what) for tensor, what in zip(tensors, self.inputs, strict=True) if what is not None]
         rows, device = next((tensor.shape[0], tensor.device) for tensor, what in pairs if what.per_row)
         chosen = self.schedule_for(rows) if schedule is None else fit(schedule, *self.runs, self.width)
-        chunks = self.runs[0] * self.runs[1]
-        tiles, parts = -(-rows // chosen.rows), chunks // chosen.group
+        tiles = -(-rows // chosen.rows)
+        kept = self.runs[0] if chosen.group % self.runs[1] == 0 else self.runs[0] * self.runs[1]
 
         def empty(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(count, dtype=dtype, device=device)
@@ -111,15 +112,23 @@ class GeneratedKernel:
             for what in self.outputs
         )
         scratch = [empty(rows * width, dtype) for dtype, width in self.scratch]
-        partials = empty(tiles * chunks * self.partial_width * chosen.rows)
+        partials = empty(tiles * kept * self.partial_width * chosen.rows)
         totals = empty(tiles * self.total_width * chosen.rows)
         counters = self._arrivals.on(device, tiles)
         given = [tensor.contiguous() for tensor, _ in pairs]
-        constants = {"ROWS": chosen.rows, "GROUP": chosen.group, "PARTS": parts, "TAIL": chosen.tail,
-                     "STAGES": chosen.stages}  # fmt: skip
         limit = {"maxnreg": chosen.registers} if chosen.registers else {}
-        return Call((tiles, parts), [*given, *outputs, *scratch, partials, totals, counters, rows], constants,
+        return Call(self._launches(tiles, chosen), [*given, *outputs, *scratch, partials, totals, counters, rows],
                     {"num_warps": chosen.warps, "enable_fp_fusion": False, **limit}, outputs)  # fmt: skip
+
+    def _launches(self, tiles: int, chosen: Schedule) -> list[tuple[tuple[int, int], dict[str, int]]]:
+        """Everything at once, or the first phase and then what is later; nothing for no rows."""
+        parts = self.runs[0] * self.runs[1] // chosen.group
+        shares = chosen.shares if self.shareable else 0
+        share = -(-self.width // (max(shares, 1) * chosen.tail)) * chosen.tail
+        constants = {"ROWS": chosen.rows, "GROUP": chosen.group, "PARTS": parts, "TAIL": chosen.tail,
+                     "STAGES": chosen.stages, "SHARE": share}  # fmt: skip
+        steps = ((FIRST, parts), (LATER, -(-self.width // share))) if shares else ((ALL, parts),)
+        return [((tiles, programs), {**constants, "STEP": step}) for step, programs in steps if tiles]
 
 
 @dataclass

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+ALL, FIRST, LATER = 0, 1, 2  # what a launch does: everything, the first phase, what is later
 RUNS = 16  # of chunks in a row, at most; a power of two
 
 
 @dataclass(frozen=True)
 class Schedule:
     """`rows` a program; `group` chunks a program (chunks / group programs share a row); `tail` columns at a time in a
-    later pass that totals nothing; `stages` of software pipelining; `registers` a thread at most (0: any)."""
+    later pass that totals nothing; `stages` of software pipelining; `registers` a thread at most (0: any). `shares`
+    above 0: later passes are a second launch, in which so many programs share the columns of a tile of rows."""
 
     rows: int
     group: int
@@ -23,6 +25,7 @@ class Schedule:
     tail: int
     stages: int = 1
     registers: int = 0
+    shares: int = 0
 
 
 def runs(chunks: int) -> tuple[int, int]:

@@ -11,55 +11,32 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from itertools import product
 from typing import Any
 
 import torch
 
-from v41.lowering.rowwise import GeneratedKernel, Schedule, generate
+from v41.lowering.rowwise import BLOCK, GeneratedKernel, Schedule, generate
 from v41.tools.bench import seam, timing
 
-Candidate = tuple[int, int, Schedule]  # rows, block, schedule
+Candidate = tuple[int, Schedule]  # rows, schedule
 
-SPACE: dict[int, dict[str, tuple[Any, ...]]] = {  # rows -> what is tried; group counts chunks of 64 columns
-    1: {"rows": (1,), "group": (1, 2), "warps": (2, 4, 8), "tail": (8192, 2048), "stages": (1,), "registers": (0,)},
-    16: {"rows": (1, 2, 4), "group": (2, 5, 10), "warps": (4,), "tail": (4096,), "stages": (1,), "registers": (0,)},
-    64: {"rows": (4, 8, 16), "group": (5, 10, 20), "warps": (4,), "tail": (1024,), "stages": (1, 2), "registers": (0,)},
-    256: {
-        "rows": (8, 16, 32),
-        "group": (5, 10, 20),
-        "warps": (4,),
-        "tail": (512,),
-        "stages": (1, 2),
-        "registers": (0,),
-    },
-    1024: {
-        "rows": (16, 32, 64),
-        "group": (10, 20, 40),
-        "warps": (4, 8),
-        "tail": (256,),
-        "stages": (1,),
-        "registers": (0,),
-    },
-    4096: {
-        "rows": (16, 32, 64),
-        "group": (20, 40, 80),
-        "warps": (4, 8),
-        "tail": (256,),
-        "stages": (1, 2),
-        "registers": (0,),
-    },
+SPACE: dict[int, tuple[tuple[Any, ...], ...]] = {  # rows: rows, group, warps, tail, stages, shares that are tried
+    1: ((1,), (1,), (2, 4), (8192,), (1,), (0,)),
+    16: ((2, 4, 8, 16), (1, 2), (4,), (2048,), (1,), (0, 5)),
+    64: ((8, 16), (2, 5), (4,), (1024,), (1, 2), (0, 5)),
+    256: ((16, 32), (5,), (4,), (512,), (2,), (0, 5, 10)),
+    1024: ((32, 64), (5, 10, 20), (4,), (512,), (2,), (0, 10)),
+    4096: ((32, 64), (20, 40), (4, 8), (256,), (2, 3), (0, 10)),
 }
 
 
-def candidates(rows: int, blocks: Sequence[int] = (64, 128)) -> Iterator[Candidate]:
-    """What is tried at `rows`; a chunk of 128 columns halves the group."""
-    space, seen = SPACE[min(SPACE, key=lambda known: abs(known - rows))], set[Candidate]()
-    for block, tile, group, warps, tail, stages, registers in product(blocks, *space.values()):
-        schedule = Schedule(tile, max(group * 64 // block, 1), warps, tail, stages, registers)
-        if tile * block <= 1024 * warps and (rows, block, schedule) not in seen:
-            seen.add((rows, block, schedule))
-            yield rows, block, schedule
+def candidates(rows: int) -> Iterator[Candidate]:
+    """What is tried at `rows`, without what surely spills."""
+    for tile, group, warps, tail, stages, shares in product(*SPACE[min(SPACE, key=lambda known: abs(known - rows))]):
+        if tile * BLOCK <= 1024 * warps:
+            yield rows, Schedule(tile, group, warps, tail, stages, shares=shares)
 
 
 def tune(rows_list: Sequence[int], workers: int, budget: float) -> list[dict[str, Any]]:
@@ -68,11 +45,11 @@ def tune(rows_list: Sequence[int], workers: int, budget: float) -> list[dict[str
     todo = [candidate for rows in rows_list for candidate in candidates(rows)]
     print(f"{len(todo)} schedules", flush=True)
     facts = _compile(todo, workers, deadline - 0.35 * budget)
-    kernels = {block: _kernel(block) for block in (64, 128)}
+    kernel = _kernel()
     records = []
     for rows in rows_list:
         sets = [seam.inputs(rows, "cuda", seed) for seed in range(timing.sets_needed(2_000_000 + 103_000 * rows))]
-        mine = [_time(candidate, kernels, sets, facts, deadline) for candidate in todo if candidate[0] == rows]
+        mine = [_time(candidate, kernel, sets, facts, deadline) for candidate in todo if candidate[0] == rows]
         mine.sort(key=lambda record: record.get("us", float("inf")))
         records += mine
         print(f"\nrows {rows}: {sum('us' in record for record in mine)} of {len(mine)} ran")
@@ -82,8 +59,9 @@ def tune(rows_list: Sequence[int], workers: int, budget: float) -> list[dict[str
     return records
 
 
-def _kernel(block: int) -> GeneratedKernel:
-    kernel = generate(seam.capture(), "boundary", block)
+@cache
+def _kernel() -> GeneratedKernel:
+    kernel = generate(seam.capture(), "boundary")
     assert isinstance(kernel, GeneratedKernel)
     return kernel
 
@@ -104,39 +82,33 @@ def _compile(todo: Sequence[Candidate], workers: int, deadline: float) -> dict[C
     return facts
 
 
-_KERNELS: dict[int, GeneratedKernel] = {}
-
-
 def _compile_one(candidate: Candidate) -> dict[str, Any]:
-    _, block, schedule = candidate
-    if block not in _KERNELS:
-        _KERNELS[block] = _kernel(block)
-    kernel = _KERNELS[block]
+    kernel, schedule = _kernel(), candidate[1]
     started = time.perf_counter()
     try:
         compiled = kernel.run(kernel.prepare(seam.inputs(max(schedule.rows, 2), "cuda"), schedule))
+        spills = [each.n_spills for each in compiled]
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:120]}"}
     seconds = round(time.perf_counter() - started, 1)
     return {
-        "registers": compiled.n_regs,
-        "spills": compiled.n_spills,
-        "shared": compiled.metadata.shared,
+        "registers": [each.n_regs for each in compiled],
+        "spills": spills,
+        "shared": max(each.metadata.shared for each in compiled),
         "compile_s": seconds,
     }
 
 
 def _time(
     candidate: Candidate,
-    kernels: dict[int, GeneratedKernel],
+    kernel: GeneratedKernel,
     sets: Sequence[tuple[Any, ...]],
     facts: dict[Candidate, Any],
     deadline: float,
 ) -> dict[str, Any]:
-    rows, block, schedule = candidate
+    rows, schedule = candidate
     record = {
         "rows": rows,
-        "block": block,
         "schedule": str(schedule).removeprefix("Schedule"),
         **facts.get(candidate, {"failed": "not compiled"}),
     }
@@ -144,7 +116,7 @@ def _time(
         return record
     try:
         record["us"] = round(
-            timing.microseconds(lambda *args: kernels[block].launch(*args, schedule=schedule), sets), 2
+            timing.microseconds(lambda *args: kernel.launch(*args, schedule=schedule), sets), 2
         )
         torch.cuda.synchronize()
     except Exception as error:

@@ -15,7 +15,12 @@ from tests.triton_interpreter import Interpreter
 from v41.lowering.rowwise import GeneratedKernel, Schedule, generate
 
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-SCHEDULES = (Schedule(1, 1, 4, 256), Schedule(4, 1 << 20, 4, 64), Schedule(2, 2, 4, 128))  # split, whole rows, between
+SCHEDULES = (  # rows split, whole, between; columns of the later pass shared, with a share that ends early
+    Schedule(1, 1, 4, 256),
+    Schedule(4, 1 << 20, 4, 64),
+    Schedule(2, 2, 4, 128),
+    Schedule(2, 1, 4, 32, shares=3),
+)
 
 
 def interpret(
@@ -25,13 +30,16 @@ def interpret(
     call = kernel.prepare(inputs, schedule)
     for output in call.outputs:
         output.fill_(float("nan"))
-    if not call.grid[0]:
-        return list(call.outputs)
-    after = interpreter.launch(kernel.path, kernel.name, call.grid, *call.arguments, **call.constants)
-    counters = after[-1]
+    arguments = call.arguments
+    for grid, constants in call.launches:
+        arguments = [
+            *interpreter.launch(kernel.path, kernel.name, grid, *arguments, **constants),
+            *(arg for arg in arguments if not isinstance(arg, Tensor)),
+        ]
+    (counters,) = (arg for arg in arguments if isinstance(arg, Tensor) and arg.dtype == torch.int32)
     assert not counters.any(), "a launch leaves arrival counters behind"
     first = sum(what is not None for what in kernel.inputs)
-    return after[first : first + len(call.outputs)]
+    return arguments[first : first + len(call.outputs)]
 
 
 def check_contract(body: GraphModule, inputs: Sequence[Any], results: Sequence[Tensor]) -> None:

@@ -58,6 +58,7 @@ def bodies(draw: st.DrawFn) -> tuple[Callable[..., Any], list[Tensor], list[Tens
     outputs = draw(st.integers(1, 3))
 
     def body(x: Tensor, a: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        torch._check(x.shape[0] == a.shape[0])  # one number of rows, though nothing may combine them
         values = [x, a[:, :, None], (x.float() * w).to(dtype)]
         for kind, i, j, k in plan:
             value, other = values[i % len(values)], values[j % len(values)]

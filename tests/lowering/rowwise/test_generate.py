@@ -143,6 +143,17 @@ def test_refuses_with_a_reason(fn: Callable[..., Tensor], shapes: list[tuple[int
     assert reason in refusal.reason, refusal
 
 
+def test_rows_of_two_numbers_are_refused() -> None:
+    pair = trace(lambda x, y: (x * 2, y * 2), torch.randn(7, 64), torch.randn(9, 64), backed=True)
+    refusal = generate(pair)
+    assert isinstance(refusal, Unsupported) and "rows beside others" in refusal.reason, refusal
+
+
+def test_a_body_without_rows_is_refused() -> None:
+    refusal = generate(trace(lambda x: x * 2, static=[torch.randn(3, 8)]))
+    assert isinstance(refusal, Unsupported) and "no rows" in refusal.reason, refusal
+
+
 def test_a_gemm_is_refused() -> None:
     refusal = generate(trace(lambda x, w: x @ w, torch.randn(7, 128), static=[torch.randn(128, 100)], backed=True))
     assert isinstance(refusal, Unsupported) and "GEMM" in refusal.reason and refusal.op == "aten.mm.default"
