@@ -15,9 +15,11 @@ from torch import ops
 from torch.fx import GraphModule, Node
 
 from tests.invariants import apply, check_pass, check_same_values, copy_program
-from tests.strategies.mhc import Spelling, Stack, spellings, stacks
+from tests.strategies.configs import configs
+from tests.strategies.mhc import PlainStack, Spelling, Stack, spellings, stacks
 from tests.strategies.noise import disturb
 from tests.strategies.tracing import trace
+from v41.model_def.config import V41Config
 from v41.passes import outline_mhc as module
 from v41.passes.canonicalize import canonicalize
 from v41.passes.fold_sinkhorn import fold_sinkhorn
@@ -105,6 +107,39 @@ def cone(results: list[Node]) -> set[Node]:
     return seen
 
 
+# ---- the plain model's own boundaries, in the numbers that a config promises
+
+
+def check_counts(config: V41Config) -> None:
+    gm = trace(PlainStack(config), torch.randn(5, 8).bfloat16())
+    apply(canonicalize, gm)
+    sites, folded = config.boundary_sites(), apply(fold_sinkhorn, gm)
+    assert len(folded) == sites.coefficient_sites and all(decision.applied for decision in folded)
+    found = kinds(apply(outline_mhc, gm))
+    assert found == +Counter(
+        entry=sites.entry,
+        seam=sites.seams,
+        after_engram=sites.after_engram,
+        mhc_post=sites.after_engram,
+        exit=sites.exit,
+    )
+
+
+@settings(max_examples=3)
+@given(configs(max_layers=2), st.integers(2, 4))
+def test_counts_are_those_of_the_config(config: V41Config, iters: int) -> None:
+    event(str(config.boundary_sites()))
+    check_counts(config.replace(hc_sinkhorn_iters=iters))
+
+
+@pytest.mark.slow
+def test_flash_has_its_eighty_boundaries() -> None:
+    flash = V41Config.preset("flash")
+    sites = flash.boundary_sites()
+    assert (sites.entry, sites.seams, sites.after_engram, sites.exit) == (1, 77, 2, 1)
+    check_counts(flash)
+
+
 # ---- flaws: what breaks one rule at one site, and no other
 
 BASE = Stack(sites=3, engrams=(2,))  # entry, seam, post map alone, after_engram, exit
@@ -144,6 +179,7 @@ def test_a_deleted_rule_lets_its_flaw_through(kind: str, rule: str, monkeypatch:
         assert rule not in [d.rule for d in apply(outline_mhc, gm)]
 
 
+@pytest.mark.slow
 @FEWER
 @given(spellings, st.sampled_from(sorted(FLAWS)))
 def test_a_flaw_is_named_in_any_spelling(spelling: Spelling, site: tuple[str, str]) -> None:
@@ -181,6 +217,7 @@ def test_a_stack_without_boundaries_has_no_sites() -> None:
     assert check_pass(outline_mhc, gm) == []
 
 
+@FEWER
 @given(st.sampled_from([BASE, replace(BASE, flaw=("changes eps", 1))]), st.integers(0, 2**32))
 def test_meaningless_changes_change_nothing(stack: Stack, seed: int) -> None:
     plain = captured(stack)

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+
+from v41.model_def.config import V41Config
+from v41.model_def.mhc import Mix, boundary, collapse, entry_streams, post
+from v41.model_def.norm import RMSNorm
 
 
 @torch.library.custom_op("v41_tests::drawn_like", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -255,3 +259,31 @@ def stacks(draw: st.DrawFn, spelling: st.SearchStrategy[Spelling] = spellings) -
         dtype=draw(st.sampled_from([torch.bfloat16, torch.bfloat16, torch.float32])),
         spelling=draw(spelling),
     )
+
+
+class PlainStack(nn.Module):
+    """The plain model's own boundaries around the simplest of sublayers and Engrams, `config` telling how many."""
+
+    def __init__(self, config: V41Config, width: int = 8) -> None:
+        super().__init__()
+        self.config, n = config, config.hc_mult
+        self.work = nn.Parameter(torch.randn(width, width, dtype=torch.bfloat16))
+        self.norms = nn.ModuleList(RMSNorm(width, config.rms_norm_eps) for _ in range(2 * config.num_hidden_layers + 1))
+        self.fns = nn.ParameterList(torch.randn(n * (n + 2), n * width) for _ in self.norms)
+        self.base, self.scale = nn.Parameter(torch.randn(n * (n + 2))), nn.Parameter(torch.ones(3))
+
+    def mix(self, site: int) -> Mix:
+        norm: Any = self.norms[site]
+        numbers = self.config.hc_sinkhorn_iters, self.config.hc_eps, self.config.rms_norm_eps
+        return Mix(self.fns[site], self.base, self.scale, norm, *numbers)
+
+    def forward(self, embedded: Tensor) -> Tensor:
+        X, A = entry_streams(embedded, self.config.hc_mult)
+        y = B = C = None
+        for layer in range(self.config.num_hidden_layers):
+            if layer in self.config.engram_layer_ids:
+                X, y = (post(X, y, C, B).float().exp()).bfloat16(), None
+            for site in (2 * layer, 2 * layer + 1):
+                X, x, A, C, B = boundary(X, y, C, B, A, self.mix(site))
+                y = torch.tanh(x @ self.work)
+        return self.norms[-1](collapse(post(X, y, C, B), A))
