@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from v41._compat import (
+    OpOverload,
     inductor_compile,
     inductor_keeps_explicit_casts,
     inductor_settings,
@@ -29,7 +30,7 @@ from v41._compat import (
     run_as_eager,
 )
 from v41.lowering.piece_inputs import checker
-from v41.regions import inline, invoke_subgraph
+from v41.regions import flatten
 
 ROUNDED = (torch.bfloat16, torch.float16)
 
@@ -41,17 +42,18 @@ SETTINGS: dict[str, object] = {
     "eager_numerics.division_rounding": True,  # Triton's own division is off by a unit in the last place
     "aten_distributed_optimizations.enable_simple_overlap": False,  # hoists collectives over ops it cannot see
     "triton.cudagraphs": False,  # capture belongs to the runtime
+    "cpp.simdlen": 1,  # scalar C++: half the compile time, equal bits; on a CPU programs are checked, not served
 }
 
-# Inductor's C++ has other vector routines than eager's, and sums in another order: last bits differ, and single FP8,
-# FP4 and top-k picks flip. On a CPU, where bits count and speed does not, these run eager's kernel. Everything else a
-# piece of the model holds (+ - * /, rsqrt, sigmoid, casts, amax, products) is equal bit for bit, as a test shows.
-aten = torch.ops.aten
-EAGER_ON_CPU = frozenset({
-    aten.exp.default, aten.exp2.default, aten.expm1.default, aten.log.default, aten.log2.default, aten.log1p.default,
-    aten.sqrt.default, aten.sin.default, aten.cos.default, aten.tanh.default, aten.erf.default,
-    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default,
-    aten.addcmul.default, aten.addcdiv.default,
+# On a CPU bits count and speed does not: there programs are checked. Inductor's C++ has other routines than eager's for
+# functions (eager itself has two, one for the last elements of a loop), and sums in another order: last bits differ,
+# and single FP8, FP4 and top-k picks flip. So every float operator there runs eager's kernel, save these, which give
+# the same bits whoever computes them. Not among them, though tempting: sqrt (eager's is a unit off at times; rsqrt is
+# not), pow even of 2, maximum, clamp and amax (the sign of a zero), add with alpha (eager fuses it in whole vectors).
+aten, prims = torch.ops.aten, torch.ops.prims
+EXACT_ON_CPU = frozenset({
+    aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.abs, aten.reciprocal, aten.rsqrt, aten.relu, aten.sign,
+    aten.ceil, aten.floor, aten.trunc, aten.round, aten.where, aten.clone, prims.convert_element_type,
 })  # fmt: skip
 
 
@@ -61,6 +63,7 @@ def compile_piece(gm: GraphModule, name: str = "piece") -> Callable[..., tuple[A
     Works inside a backend's compile and alone. `name` stands in the error for inputs the piece was not compiled for.
     """
     piece = flatten(gm)
+    drop_whole_slices(piece)
     placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
     metas = [node.meta["val"] for node in placeholders]
     keep_output_strides(piece.graph)
@@ -74,21 +77,13 @@ def compile_piece(gm: GraphModule, name: str = "piece") -> Callable[..., tuple[A
     return compiled
 
 
-def flatten(gm: GraphModule) -> GraphModule:
-    """A copy of `gm` whose output is a tuple, subgraph calls (regions, others) inlined, slices that take all gone."""
-    graph = Graph()
-    results = graph.graph_copy(gm.graph, {})
-    graph.output(tuple(results) if isinstance(results, (tuple, list)) else (results,))
-    copy = GraphModule(gm, graph)
-    while calls := [node for node in copy.graph.nodes if node.target is invoke_subgraph]:
-        for call in calls:
-            inline(copy, call)
-    for node in copy.graph.find_nodes(op="call_function", target=aten.slice.Tensor):
-        if _takes_all(node):  # `x[:, a:b]` has one for its rows; some releases cannot lower it over an unbacked size
+def drop_whole_slices(gm: GraphModule) -> None:
+    """`x[:, a:b]` has a slice for its rows that takes all; some releases cannot lower it over an unbacked size."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+        if _takes_all(node):
             node.replace_all_uses_with(node.args[0])
-            copy.graph.erase_node(node)
-    copy.recompile()
-    return copy
+            gm.graph.erase_node(node)
+    gm.recompile()
 
 
 def _takes_all(node: Node) -> bool:
@@ -100,17 +95,26 @@ def _takes_all(node: Node) -> bool:
 def mark(graph: Graph) -> None:
     """Marks what reads or returns a 16-bit float to be rounded to its dtype, and on a CPU what eager is to run."""
 
-    def on_cpu(node: Node) -> bool:
-        return isinstance(value := node.meta.get("val"), Tensor) and value.is_cpu
-
     def narrow(node: Node) -> bool:
         return isinstance(value := node.meta.get("val"), Tensor) and value.dtype in ROUNDED
 
     for node in graph.nodes:
         if node.op == "call_function" and (narrow(node) or any(map(narrow, node.all_input_nodes))):
             keep_rounding_of(node)
-        if node.target in EAGER_ON_CPU and on_cpu(node):
+        if may_round_otherwise(node):
             run_as_eager(node)
+
+
+def may_round_otherwise(node: Node) -> bool:
+    """Whether `node` computes floats on a CPU in a way of which Inductor's C++ has its own version."""
+    op = node.target
+    if not isinstance(op, OpOverload) or not {torch.Tag.pointwise, torch.Tag.reduction} & set(op.tags):
+        return False
+    if op.overloadpacket in EXACT_ON_CPU and not {"alpha", "rounding_mode"} & node.kwargs.keys():
+        return False
+    values = node.meta.get("val")
+    values = values if isinstance(values, (tuple, list)) else [values]
+    return any(isinstance(value, Tensor) and value.is_cpu and value.dtype.is_floating_point for value in values)
 
 
 @cache

@@ -33,7 +33,8 @@ from v41.regions import region_of, regions
 from v41.report import CompileReport, programs_wanted, publish, source_of
 from v41.runtime.executor import Artifact, eager_artifact, executor
 
-# ATen kernels whose decomposition rounds otherwise: they stay whole where pieces run their ATen nodes, to keep bits.
+# ATen kernels whose decomposition rounds otherwise: they stay whole where eager's bits are promised, which is on a CPU
+# and wherever pieces run their ATen nodes. Inductor calls eager's kernel for them.
 WHOLE_IN_EAGER = frozenset(
     [
         "_softmax",
@@ -84,7 +85,7 @@ def v41(
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         raise gradients_requested(gm, example_inputs)
 
-    whole = () if "inductor" in ways(codegen, device) else WHOLE_IN_EAGER
+    whole = WHOLE_IN_EAGER if device.type == "cpu" or "inductor" not in ways(codegen, device) else ()
     compiled = functional_aten(gm, example_inputs, inference, training, whole=whole)
     publish(report)
     return compiled
@@ -163,14 +164,17 @@ def inductor_refusal(device: torch.device) -> str | None:
 def effective_codegen(options: Options, device: torch.device) -> tuple[str, str]:
     """How pieces run, and who decided: the option, or for "auto" what the device can do.
 
-    "triton" generates kernels for regions where Triton compiles for the device; all else runs through Inductor where
-    that keeps the rounding points, else as eager.
+    A CPU is where programs are checked, and "auto" waits for no C++ there. Elsewhere "triton" generates kernels
+    for regions where Triton compiles for the device; all else runs through Inductor where that keeps the rounding
+    points, else as eager.
     """
     from v41.lowering.generated import unsupported_device
 
     who = "auto" if options.codegen == "auto" else "options"
     if options.codegen == "eager":
         return "eager", who
+    if options.codegen == "auto" and device.type == "cpu":
+        return "eager", 'auto on a CPU: Inductor takes minutes to compile there; codegen="inductor" asks for it'
     no_kernels = unsupported_device(device)
     if options.codegen == "triton" and no_kernels:
         raise CodegenHasNoDevice(

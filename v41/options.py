@@ -15,7 +15,8 @@ CODEGENS = ("auto", "eager", "inductor", "triton")
 class Options:
     """`codegen`: how pieces run. "eager" runs their ATen nodes, "inductor" compiles them with the rounding points kept,
     "triton" generates a kernel for each piece of regions on a GPU and leaves the others to Inductor (or eager),
-    "auto" takes Triton on a GPU, elsewhere Inductor where it keeps them, else eager (the report says which and why).
+    "auto" takes eager on a CPU, where programs are checked and Inductor needs minutes for its C++, Triton on a GPU, and
+    elsewhere Inductor where it keeps the rounding points, else eager (the report says which and why).
     `verify`: check every program after every pass (lint, order, meta, effects, aliases, signature).
     """
 
