@@ -20,10 +20,9 @@ from math import prod
 from typing import Any, cast
 
 from torch import SymInt, Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from v41._compat import known_equal
+from v41._compat import OpOverload, known_equal
 from v41.passes.analysis.effects import bases, effect_of, written_args
 from v41.passes.matching import VIEWS, aten, fake, prims, programs, same_sizes
 from v41.report import Decision
