@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import nested_compile_region
 
 from v41.model_def.compressor import Compressor, completed_entry
 from v41.model_def.config import LayerRole, V41Config
@@ -18,7 +19,7 @@ from v41.model_def.indexer import Indexer, Selection
 from v41.model_def.linear import Linear, linear
 from v41.model_def.norm import RMSNorm
 from v41.model_def.quantization import FP4_RECORD, FP8_RECORD
-from v41.model_def.rope import rotate
+from v41.model_def.rope import Turn, rotate
 from v41.model_def.step import Step
 
 
@@ -42,22 +43,37 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: Step, selection: Selection | None) -> tuple[Tensor, Selection | None]:
         """x [T, hidden] -> y [T, hidden], and the selection for the layers after."""
         by = step.compressed if self.role.ratio else step.plain
-        q_latent = self.q_norm(self.wq_a(x))
-        q = rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), by)  # [T, H, D]
-        keys, visible = self.window(rotate(self.kv_norm(self.wkv(x)), by), step)  # [T, W, D], [T, W]
+        q_latent, q, records = self.enter(x, by)
+        keys, visible = self.window(records, step)
+        entries = picks = None
         if self.role.ratio:
             selection = self.select(x, q_latent, step, selection)
-            keys = torch.cat((keys, self.picked(selection.picks, step)), 1)  # [T, W + K, D]
-            visible = torch.cat((visible, selection.picks >= 0), 1)
-        o = rotate(attend(q, keys, visible, self.attn_sink), by, inverse=True)
-        return self.project(o), selection
+            entries, picks = self.picked(selection.picks, step), selection.picks
+        return self.leave(q, by, keys, visible, entries, picks), selection
 
-    def window(self, kv: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """The window keys of each row, its own among them, and which it sees. The last W rows go into the ring."""
+    @nested_compile_region  # what computes is traced once for all layers; what reads and writes the cache lies between
+    def enter(self, x: Tensor, by: Turn) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden] -> latent of the queries [T, rank], queries [T, H, D], window records of the keys [T, 528]."""
+        q_latent = self.q_norm(self.wq_a(x))
+        q = rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), by)
+        return q_latent, q, FP8_RECORD.encode(rotate(self.kv_norm(self.wkv(x)), by))
+
+    @nested_compile_region
+    def leave(
+        self, q: Tensor, by: Turn, keys: Tensor, visible: Tensor, entries: Tensor | None, picks: Tensor | None
+    ) -> Tensor:
+        """Queries [T, H, D], records of window keys [T, W, 528] and picked entries [T, K, 288] -> [T, hidden]."""
+        keys = FP8_RECORD.decode(keys)
+        if entries is not None and picks is not None:
+            keys = torch.cat((keys, FP4_RECORD.decode(entries)), 1)  # [T, W + K, D]
+            visible = torch.cat((visible, picks >= 0), 1)
+        return self.project(rotate(attend(q, keys, visible, self.attn_sink), by, inverse=True))
+
+    def window(self, records: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Records of each row's window keys, its own among them, and which it sees. The last W go into the ring."""
         batch, window, ring = step.batch, step.window, step.cache.rings[self.role.layer]
-        records = FP8_RECORD.encode(kv)  # [T, 528]
         behind = ring[batch.slots.unsqueeze(-1), window.places]  # [T, W, 528]
-        keys = FP8_RECORD.decode(torch.where(window.in_step.unsqueeze(-1), records[window.rows], behind))
+        keys = torch.where(window.in_step.unsqueeze(-1), records[window.rows], behind)
         last = batch.positions >= batch.stops - ring.shape[1]
         ring[torch.where(last, batch.slots, step.cache.pad_slot), batch.positions % ring.shape[1]] = records
         return keys, window.late_visible if self.late else window.visible
@@ -81,9 +97,8 @@ class Attention(nn.Module):
         entries[self.kv_source][slots, at] = FP4_RECORD.encode(rotate(latent, step.entries[self.role.ratio]))
 
     def picked(self, picks: Tensor, step: Step) -> Tensor:
-        """The picked entries [T, K, D]; any entry where there is no pick."""
-        entries = step.cache.entries[self.kv_source]
-        return FP4_RECORD.decode(entries[step.batch.slots.unsqueeze(-1), picks.clamp(min=0)])
+        """Records of the picked entries [T, K, 288]; any entry where there is no pick."""
+        return step.cache.entries[self.kv_source][step.batch.slots.unsqueeze(-1), picks.clamp(min=0)]
 
     def project(self, o: Tensor) -> Tensor:
         """o [T, H, D] -> [T, hidden]: each group of heads through its own A, then all through B."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.compiler import nested_compile_region
 
 from v41.model_def.norm import RMSNorm, inverse_rms
 
@@ -43,11 +44,18 @@ def boundary(
 
 def coefficients(X: Tensor, mix: Mix) -> tuple[Tensor, Tensor, Tensor]:
     """A, C, B from X [T, S, D]."""
+    return predict(X, mix.fn, mix.base, mix.scale, mix.iters, mix.eps, mix.norm_eps)
+
+
+@nested_compile_region  # traced once for all boundaries
+def predict(
+    X: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     S, x = X.shape[1], X.flatten(1).float()  # x [T, S * D], stream by stream
-    z = (x @ mix.fn.T) * inverse_rms(x, mix.norm_eps)  # eq. 14-16: project, divide by the RMS
-    groups = zip(mix.scale, z.split((S, S, S * S), -1), mix.base.split((S, S, S * S)), strict=True)
-    a, c, b = (scale * group + base for scale, group, base in groups)
-    return a.sigmoid() + mix.eps, 2 * c.sigmoid(), sinkhorn(b.unflatten(-1, (S, S)), mix.iters, mix.eps)  # eq. 17-19
+    z = (x @ fn.t()) * inverse_rms(x, norm_eps)  # eq. 14-16: project, divide by the RMS
+    groups = zip(scale.unbind(), z.split((S, S, S * S), -1), base.split((S, S, S * S)), strict=True)
+    a, c, b = (s * group + bias for s, group, bias in groups)
+    return a.sigmoid() + eps, 2 * c.sigmoid(), sinkhorn(b.unflatten(-1, (S, S)), iters, eps)  # eq. 17-19
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:

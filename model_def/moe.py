@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import nested_compile_region
 
 from v41.model_def.config import V41Config
 from v41.model_def.linear import linear
@@ -109,6 +110,7 @@ class MoE(nn.Module):
         super().__init__()
         self.gate, self.experts, self.shared_experts = Gate(config), Experts(config), SharedExpert(config)
 
+    @nested_compile_region  # traced once for all layers
     def forward(self, x: Tensor) -> Tensor:
         """x [T, D], after its norm -> [T, D]."""
         weights, experts = self.gate(x)  # [T, k]
