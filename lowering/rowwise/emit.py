@@ -134,6 +134,8 @@ class Emitter:
                      "    tl.debug_barrier()  # what other threads stored is read below", "    if PARTS > 1:",
                      "        arrived = tl.atomic_add(counters + tile, 1, sem=\"acq_rel\")",
                      "        last = arrived == PARTS - 1")  # fmt: skip
+        if self.shareable:
+            self.say(f"if STEP == {LATER}:", "    share = part", "else:", "    share = 0")
         self.say("if last:")
         self.indent += 1
         if self.sums[0]:
@@ -172,7 +174,7 @@ class Emitter:
         stores = [*(self.phases.each[0].number_stores if index == 1 else []), *phase.number_stores]
         once = self.shareable and index == 1 and bool(rest or stores)
         if once:
-            self.say(f"if part * (STEP // {LATER}) == 0:  # one of those that share the columns")
+            self.say("if share == 0:  # of those that share the columns, one")
         self.indent += once
         self._numbers(rest)
         for expr, place in stores:
@@ -214,7 +216,7 @@ class Emitter:
         self._start_sums(index)
         self.say(f"for start in range(0, {'SHARE' if self.shareable else self.width}, {block}):")
         self.indent += 1
-        begin = f"part * (STEP // {LATER}) * SHARE + " if self.shareable else ""
+        begin = "share * SHARE + " if self.shareable else ""
         self.say(f"cols = {begin}start + tl.arange(0, {block})[None, :]")
         masked = block == "TAIL" or self.masked
         if masked:

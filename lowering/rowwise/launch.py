@@ -15,7 +15,8 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from v41.lowering.rowwise.read import Tensor as Described
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, Schedule, fit
 
+DEEP = 200_000  # bytes of shared memory a program, below which more than two stages of large tiles may not fit
 SPARE, TILES = 8, 1 << 14  # sets of arrival counters made at once, and tiles of rows in each
 
 
@@ -101,6 +103,8 @@ class GeneratedKernel:
         pairs = [(tensor, what) for tensor, what in zip(tensors, self.inputs, strict=True) if what is not None]
         rows, device = next((tensor.shape[0], tensor.device) for tensor, what in pairs if what.per_row)
         chosen = self.schedule_for(rows) if schedule is None else fit(schedule, *self.runs, self.width)
+        if chosen.stages > 2 and shared_memory(device) < DEEP:
+            chosen = replace(chosen, stages=2)
         tiles = -(-rows // chosen.rows)
         kept = self.runs[0] if chosen.group % self.runs[1] == 0 else self.runs[0] * self.runs[1]
 
@@ -151,6 +155,14 @@ class Arrivals:
                 spare += torch.zeros(SPARE, max(tiles, TILES), dtype=torch.int32, device=device).unbind()
             counters = self.of_stream[device, stream] = spare.pop()
         return counters
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take; no limit off the GPU, where nothing is launched."""
+    if device.type != "cuda":
+        return 1 << 62
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def kernel_directory() -> Path:

@@ -1,4 +1,4 @@
-"""On a GPU, for every codegen: the small model's step costs the same at 1 and 64 fold cache capacity, bytes and time."""
+"""On a GPU, for every codegen: a step of a small model costs the same at 1 and 64 fold cache capacity."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_cuda_step_costs_the_same_at_any_capacity(codegen: str) -> None:
     with v41.collect() as reports:
         found = {fold: cost(function, config, fold * CAPACITY) for fold in (1, 64)}
     print(codegen, found, reports[0].options["codegen"], reports[0].fallbacks, dict(reports[0].kernels))
-    assert len(reports) == 1 and bool(reports[0].kernels) == (codegen == "triton")
+    assert all(bool(report.kernels) == (codegen == "triton") for report in reports)  # a graph a capacity
     (small_bytes, small_us), (large_bytes, large_us) = found[1], found[64]
     assert large_bytes <= 1.05 * small_bytes
     assert large_us <= 1.05 * small_us + 20

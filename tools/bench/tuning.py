@@ -23,7 +23,7 @@ from v41.tools.bench import seam, timing
 Candidate = tuple[int, Schedule]  # rows, schedule
 
 SPACE: dict[int, tuple[tuple[Any, ...], ...]] = {  # rows: rows, group, warps, tail, stages, shares that are tried
-    1: ((1,), (1,), (2, 4), (8192,), (1,), (0,)),
+    1: ((1,), (1,), (2, 4), (2048, 8192), (1,), (0, 3, 5)),
     16: ((2, 4, 8, 16), (1, 2), (4,), (2048,), (1,), (0, 5)),
     64: ((8, 16), (2, 5), (4,), (1024,), (1, 2), (0, 5)),
     256: ((16, 32), (5,), (4,), (512,), (2,), (0, 5, 10)),
