@@ -235,6 +235,9 @@ def _edit(gm: GraphModule, site: Site) -> None:
                 written.meta = _meta(node, base.meta["val"])
         node.replace_all_uses_with(base)
         graph.erase_node(node)
+    target = site.copy.args[0]
+    assert isinstance(target, Node)
+    site.copy.replace_all_uses_with(target)  # a function that returns the input it wrote returns the copy_
     gm.graph.erase_node(site.copy)
     for node in reversed([node for node in gm.graph.nodes if node in site.places]):
         if not node.users and node.op != "placeholder":

@@ -86,6 +86,16 @@ def test_a_legal_write_happens_in_place(function: Callable[..., Any]) -> None:
     assert not functional & set(ops(gm))
 
 
+def test_the_written_input_may_be_returned() -> None:
+    gm = trace(write, SLOTS, ROWS, static=(CACHE,))
+    gm.graph.output_node().args = ((only(gm, aten.copy_.default),),)  # as AOTAutograd spells it
+    (decision,) = reinplace_cache_writes(gm)
+    gm.graph.lint()
+    (result,) = gm.graph.output_node().all_input_nodes
+    assert decision.applied and result.op == "placeholder"
+    assert "aten.copy_.default" not in ops(gm)
+
+
 def test_one_record_costs_one_write_and_no_copy() -> None:
     gm, _ = reinplaced(write)
     assert [name for name in ops(gm) if "put" in name or "copy" in name] == ["aten.index_put_.default"]
