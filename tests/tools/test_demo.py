@@ -12,7 +12,7 @@ from v41.tools.cli import main
 
 def test_five_models_agree_with_eager(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ("Rain.", "Wind and rain, and then more wind than rain.")
-    command = ["generate", "--compare-eager", "--codegen", "eager", "--tokens", "4", "--chunk", "16", "--json"]
+    command = ["generate", "--compare-eager", "--tokens", "4", "--chunk", "16", "--json"]
     code = main([*command, *(word for prompt in prompts for word in ("--prompt", prompt))])
     facts = json.loads(capsys.readouterr().out)
     assert code == 0 and facts["holds"]
