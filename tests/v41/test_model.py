@@ -1,4 +1,4 @@
-"""The model end to end: three kinds of layers compile once, and every step has the bits of eager, caches included."""
+"""The model end to end: layers of a kind compile once, and every step has the bits of eager, caches included."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import Tensor
 
 import v41
+from v41.lowering.inductor import supported
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.config import PRESETS, V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.regions import region_of, regions
+from v41.report import CompileReport
 
 pytestmark = pytest.mark.slow
 
@@ -36,24 +39,39 @@ def steps(lengths: tuple[int, ...] = (23, 40, 1)) -> list[list[Chunk]]:
     return [prefill, *decode, [Chunk(ids[1], lengths[1] + 2, 1)]]
 
 
-def test_a_small_model_has_eagers_bits_in_one_compile() -> None:
+def agree_at_every_step(config: V41Config, **options: object) -> CompileReport:
+    """Compiles a model once, asks for eager's bits of logits and caches, and returns the report."""
     torch.manual_seed(0)
-    config = small()
     model = V41ForCausalLM(config).eval()
     ours, theirs = (Cache.zeros(config, 3, 64) for _ in range(2))
-    function = torch.compile(model, backend="v41", fullgraph=True, options={"codegen": "eager", "verify": True})
+    function = torch.compile(model, backend="v41", fullgraph=True, options=options)
     with torch.no_grad(), v41.collect() as reports:
         for chunks in steps():
             expected = model(build_batch(config, theirs, chunks), theirs)
             assert torch.equal(function(build_batch(config, ours, chunks), ours), expected)
-    tensors = [[*c.rings, *c.entries.values(), *c.index_keys.values(), *c.tails.values()] for c in (ours, theirs)]
-    assert all(map(torch.equal, *tensors))
-
+            assert all(map(torch.equal, tensors_of(ours), tensors_of(theirs)))
     (report,) = reports
+    assert not report.fallbacks
+    return report
+
+
+def tensors_of(cache: Cache) -> list[Tensor]:
+    return [*cache.rings, *cache.entries.values(), *cache.index_keys.values(), *cache.tails.values()]
+
+
+def test_a_small_model_has_eagers_bits_in_one_compile() -> None:
+    config = small()
+    report = agree_at_every_step(config, codegen="eager", verify=True)
     assert [(run.name, run.failure, run.refused) for run in report.passes if run.failure or run.refused] == []
     (writes,) = (run for run in report.passes if run.name == "reinplace_cache_writes")
-    assert writes.applied == len(tensors[0])
+    assert writes.applied == len(tensors_of(Cache.zeros(config, 3, 64)))
     assert report.plan is not None and report.artifacts < report.pieces
     kinds = Counter(region_of(call).kind for piece in report.plan.pieces for call in regions(piece.body))
     assert kinds["mhc_boundary"] == 2 * config.num_hidden_layers
     assert kinds["mhc_exit"] == 1
+
+
+def test_inductor_has_eagers_bits_of_the_whole_tiny_model() -> None:
+    if reason := supported(torch.device("cpu")):
+        pytest.skip(reason)
+    agree_at_every_step(V41Config.preset("tiny"), codegen="inductor")
