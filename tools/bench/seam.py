@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from v41.model_def.mhc import Mix, boundary
 from v41.model_def.norm import RMSNorm, rms_norm
+from v41.regions import flatten
 
 STREAMS, WIDTH, ITERS, EPS, NORM_EPS = 4, 5120, 20, 1e-6, 1e-20
 ROW_INPUTS = 5  # of the arguments of `plain`, the first are per row
@@ -74,8 +75,7 @@ def capture(width: int = WIDTH) -> GraphModule:
     for node in reversed(body.graph.nodes):
         if node.op == "call_function" and not node.users:  # assertions of dtype and device
             body.graph.erase_node(node)
-    body.recompile()
-    return body
+    return flatten(body)  # the model's shared subgraph is one for all seams, and this is one seam
 
 
 class InDouble(Interpreter):
