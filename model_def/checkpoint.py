@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from v41.model_def.config import V41Config
+from v41.model_def.config import V41Config, read_json
 from v41.model_def.engram import Engram
-from v41.model_def.errors import CheckpointError, CheckpointFileError
+from v41.model_def.errors import CheckpointError, CheckpointFileError, FileUnreadable
 from v41.model_def.linear import Fp32Linear
 from v41.model_def.moe import ExpertLinear, Fp4ExpertLinear
 from v41.model_def.quantization import dequantize_fp8_weight
@@ -108,15 +108,25 @@ def load_checkpoint(model: nn.Module, folder: str | Path, device: torch.device |
 
 def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Tensor name -> the open file that has it. CheckpointFileError where the folder holds no checkpoint."""
+    shards = [WEIGHTS]
     if (folder / INDEX).exists():
-        shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    else:
-        shards = [WEIGHTS]
-    lost = [shard for shard in shards if not (folder / shard).exists()]
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise FileUnreadable(folder / INDEX, problem="it has no weight_map")
+        shards = sorted(set(map(str, weight_map.values())))
+    lost = [shard for shard in shards if not (folder / shard).is_file()]
     if lost:
         raise CheckpointFileError(folder, problem=f"no {', '.join(lost)}")
-    opened = [stack.enter_context(safe_open(folder / shard, framework="pt")) for shard in shards]
+    opened = [stack.enter_context(open_tensors(folder / shard)) for shard in shards]
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (the file is no mapping)
+
+
+def open_tensors(file: Path) -> Any:
+    """An open safetensors file. FileUnreadable where it is cut short or is none."""
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise FileUnreadable(file, problem=str(error)) from None
 
 
 def is_not_used(name: str) -> bool:
@@ -174,8 +184,12 @@ def fill(slot: Slot, tensor: Tensor, device: torch.device | str) -> None:
 def find_token_map(folder: Path) -> tuple[Tensor | None, str]:
     """Engram's map of token ids: from our file, else from the tokenizer, else none."""
     if (folder / TOKEN_MAP).exists():
-        return load_file(folder / TOKEN_MAP)["token_map"], TOKEN_MAP
+        with open_tensors(folder / TOKEN_MAP) as file:
+            if "token_map" not in file.keys():  # noqa: SIM118 (the file is no mapping)
+                raise FileUnreadable(folder / TOKEN_MAP, problem="it has no token_map")
+            return file.get_tensor("token_map"), TOKEN_MAP
     if (folder / "tokenizer.json").exists():
+        read_json(folder / "tokenizer.json")
         return read_token_map(folder / "tokenizer.json"), "tokenizer.json"
     return None, "ids modulo the compressed vocabulary: the folder has no tokenizer.json"
 

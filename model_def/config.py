@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from v41.model_def.config_rules import broken_rules
-from v41.model_def.errors import ConfigError, ConfigFileError, UnknownPreset
+from v41.model_def.errors import CheckpointFileError, ConfigError, ConfigFileError, FileUnreadable, UnknownPreset
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,10 @@ class V41Config:
         config.json."""
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
-        data = json.loads(path.read_text())
+        data = read_json(path)
+        for name in ("text_config", "quantization_config", "rope_scaling"):
+            if not isinstance(data.get(name, {}), dict | None):
+                raise FileUnreadable(path, problem=f"{name} is {data[name]!r}, no object")
         values, unknown = _released_values(data) if "text_config" in data else _flat_values(data)
         missing = [name for name in REQUIRED if name not in values]
         if unknown or missing:
@@ -235,6 +238,19 @@ FLAT_ROPE = {"rope_factor": "factor", "original_seq_len": "original_max_position
              "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. CheckpointFileError where there is none, FileUnreadable where it holds no object."""
+    if not path.is_file():
+        raise CheckpointFileError(path, problem="no such file")
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:  # no JSON, or no text
+        raise FileUnreadable(path, problem=str(error)) from None
+    if not isinstance(data, dict):
+        raise FileUnreadable(path, problem=f"it holds a {type(data).__name__}, no object")
+    return data
+
+
 def _known(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     names = {f.name for f in fields(V41Config)}
     unknown = [name for name in values if name not in names | NOT_READ and not name.startswith(("_", "vision_"))]
@@ -244,7 +260,7 @@ def _known(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _released_values(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     top = {name: value for name, value in data.items() if name != "text_config"}
     quantization = data.get("quantization_config") or {}
-    values, unknown = _known({**top, **data["text_config"]})
+    values, unknown = _known({**top, **(data["text_config"] or {})})
     scaling = dict(values.pop("rope_scaling", None) or {})
     if "rope_type" in scaling:
         scaling["type"] = scaling.pop("rope_type")

@@ -58,7 +58,7 @@ def is_unknown_storage(c: V41Config) -> str | None:
 
 
 def is_not_positive(c: V41Config) -> str | None:
-    return first(f"{name} is {getattr(c, name)}" for name in POSITIVE if getattr(c, name) <= 0)
+    return first(f"{name} is {getattr(c, name)}" for name in POSITIVE if not getattr(c, name) > 0)
 
 
 def has_too_few_ratios(c: V41Config) -> str | None:
@@ -147,6 +147,9 @@ def rotates_more_than_a_head(c: V41Config) -> str | None:
 
 def scales_less_than_nothing(c: V41Config) -> str | None:
     s = c.rope_scaling
+    numbers = (s.factor, s.beta_fast, s.beta_slow, s.original_max_position_embeddings)
+    if not all(isinstance(number, int | float) for number in numbers):
+        return str(s)
     broken = s.factor < 1 or s.original_max_position_embeddings <= 0 or not s.beta_fast >= s.beta_slow > 0
     return str(s) if broken else None
 

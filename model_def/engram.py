@@ -70,9 +70,11 @@ class Engram(nn.Module):
 
     def set_token_map(self, token_map: Tensor, where: str = "Engram.set_token_map") -> None:
         """Takes the tokenizer's map; ids beyond its end, which no text has, count as padding."""
-        ids, lowest, highest = self.token_map.shape[0], int(token_map.min()), int(token_map.max())
-        if token_map.ndim != 1 or token_map.shape[0] > ids or lowest < 0 or highest >= self.compressed:
-            raise TokenMapError(where, shape=tuple(token_map.shape), lowest=lowest, highest=highest, ids=ids,
+        ids, shape, dtype = self.token_map.shape[0], tuple(token_map.shape), token_map.dtype
+        lowest, highest = (int(token_map.min()), int(token_map.max())) if token_map.numel() else (0, 0)
+        fits = len(shape) == 1 and self.pad_token < shape[0] <= ids and not dtype.is_floating_point
+        if not fits or lowest < 0 or highest >= self.compressed:
+            raise TokenMapError(where, shape=shape, dtype=dtype, lowest=lowest, highest=highest, ids=ids,
                                 compressed=self.compressed)
         self.token_map.fill_(token_map[self.pad_token])
         self.token_map[: token_map.shape[0]] = token_map

@@ -73,11 +73,18 @@ class CheckpointFileError(ModelError, FileNotFoundError):
     fix = "point at a folder with config.json and model.safetensors, or shards with model.safetensors.index.json"
 
 
-class TokenMapError(ModelError):
-    """facts: shape, lowest, highest, ids, compressed."""
+class FileUnreadable(ModelError, ValueError):
+    """A file of a checkpoint that is cut short or of another format. facts: problem."""
 
-    found = "a token map of shape {shape} with compressed ids {lowest} to {highest} is none for this model"
-    fix = "give a compressed id below {compressed} for at most {ids} token ids, one dimension"
+    found = "the file cannot be read: {problem}"
+    fix = "fetch or write it again: it was cut short, or holds something else than its name says"
+
+
+class TokenMapError(ModelError):
+    """facts: shape, dtype, lowest, highest, ids, compressed."""
+
+    found = "a token map of shape {shape}, {dtype}, with compressed ids {lowest} to {highest} is none for this model"
+    fix = "give a compressed id below {compressed} for at most {ids} token ids, one dimension of integers"
 
 
 class ChunkOutOfTokens(ModelError, ValueError):

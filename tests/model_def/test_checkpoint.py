@@ -17,7 +17,7 @@ from tests.strategies.configs import configs
 from v41.model_def.checkpoint import INDEX, TOKEN_MAP, WEIGHTS, load_checkpoint, save_checkpoint, slots
 from v41.model_def.config import V41Config
 from v41.model_def.engram import Engram
-from v41.model_def.errors import CheckpointError, CheckpointFileError, TokenMapError
+from v41.model_def.errors import CheckpointError, CheckpointFileError, FileUnreadable, TokenMapError
 from v41.model_def.linear import Fp8Linear
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.moe import MoE
@@ -152,6 +152,30 @@ def test_a_folder_without_its_files_is_refused(
     folder, _ = released
     damage(folder)
     with pytest.raises(CheckpointFileError, match=named):
+        load_checkpoint(V41ForCausalLM(QUANTISED), folder)
+
+
+@pytest.mark.parametrize("name, content", [
+    ("model.safetensors", None),  # cut short
+    ("model.safetensors", b"no tensors at all"),
+    ("model.safetensors.index.json", b"{"),
+    ("model.safetensors.index.json", b"{}"),
+    (TOKEN_MAP, None),
+])  # fmt: skip
+def test_a_damaged_file_is_named(released: tuple[Path, dict[str, Tensor]], name: str, content: bytes | None) -> None:
+    folder, _ = released
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:-1] if content is None else content)
+    with pytest.raises(FileUnreadable) as caught:
+        load_checkpoint(V41ForCausalLM(QUANTISED), folder)
+    assert caught.value.where == file
+
+
+@pytest.mark.parametrize("ids", [torch.arange(3.0), torch.arange(0), torch.tensor([0, 1])])
+def test_a_token_map_needs_integers_and_the_pad_token(released: tuple[Path, dict[str, Tensor]], ids: Tensor) -> None:
+    folder, _ = released
+    save_file({"token_map": ids}, folder / TOKEN_MAP)
+    with pytest.raises(TokenMapError):
         load_checkpoint(V41ForCausalLM(QUANTISED), folder)
 
 

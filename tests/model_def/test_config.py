@@ -16,7 +16,7 @@ from tests.strategies.configs import configs
 from v41.model_def.config import FLAT_NAMES, BoundarySites, RopeScaling, V41Config
 from v41.model_def.config_rules import RULES, broken_rules
 from v41.model_def.engram_constants import PCG64, is_prime, multipliers, table_offsets, table_primes
-from v41.model_def.errors import ConfigError, ConfigFileError, UnknownPreset
+from v41.model_def.errors import CheckpointFileError, ConfigError, ConfigFileError, FileUnreadable, UnknownPreset
 
 FLAWS: dict[str, dict[str, Any]] = {  # rule -> a change of `tiny` that breaks this rule and no other
     "a field with one supported value has it": dict(scoring_func="softmax"),
@@ -222,3 +222,20 @@ def test_tables_take_successive_primes(layers: int, per_layer: int, at_least: in
     for layer in table_primes(layers, per_layer, at_least):
         assert table_offsets(layer) == tuple(sum(layer[:i]) for i in range(per_layer))
     assert not is_prime(1) and is_prime(2) and not is_prime(16_000_057 * 3)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"text_config": 3}', b'{"quantization_config": "fp8"}'])
+def test_a_file_that_holds_no_config_is_named(content: bytes, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFileError, match="no such file"):
+        V41Config.from_json(tmp_path / "config.json")
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(FileUnreadable) as caught:
+        V41Config.from_json(tmp_path)
+    assert caught.value.where == tmp_path / "config.json"
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match="swiglu_limit is nan"):
+        V41Config.preset("tiny").replace(swiglu_limit=float("nan"))
+    with pytest.raises(ConfigError, match="factor='4'"):
+        V41Config.preset("tiny").replace(rope_scaling=RopeScaling(factor="4"))  # type: ignore[arg-type]
