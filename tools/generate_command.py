@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from v41.errors import NoSuchDevice
 from v41.model_def.config import V41Config
 from v41.model_def.generation import Forward, sampling
 from v41.model_def.model import V41ForCausalLM
@@ -64,7 +65,7 @@ def generate_command(arguments: Namespace) -> int:
 
 def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
     """Everything but the printing."""
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = checked_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     source = arguments.checkpoint or f"preset {preset(arguments)}"
     model = build_model(arguments, seed=0, device=device)
     config = model.config
@@ -87,6 +88,15 @@ def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
             agreements[seed] = compare(model, compiled, prompts, seed, settings, tick)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Outcome(source, config, device, parameters, prompts, made, agreements, reports)
+
+
+def checked_device(device: str) -> str:
+    """`device`, if tensors can be made there that hold values. NoSuchDevice if not."""
+    try:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError) as error:  # a torch built without CUDA asserts
+        raise NoSuchDevice("--device", device=device, problem=str(error).splitlines()[0]) from None
+    return device
 
 
 def build_model(arguments: Namespace, seed: int, device: str) -> V41ForCausalLM:

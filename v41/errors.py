@@ -16,15 +16,22 @@ class V41Error(Exception):
 class UnknownOption(V41Error):
     """facts: option, known (both as text)."""
 
-    found = "v41 has no option {option}"
+    found = "v41 has no option {option!r}"
     fix = "use one of: {known}"
 
 
 class InvalidOptionValue(V41Error):
-    """facts: option, value, allowed (as text)."""
+    """facts: option, value (as it was given), allowed (as text)."""
 
-    found = "option {option} cannot be {value}"
+    found = "option {option} cannot be {value!r}"
     fix = "use {allowed}"
+
+
+class NoSuchDevice(V41Error):
+    """facts: device, problem."""
+
+    found = "device {device!r} cannot hold a model: {problem}"
+    fix = "use cpu, or a device that this build of torch has and this machine holds"
 
 
 class CodegenHasNoDevice(V41Error):

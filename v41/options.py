@@ -29,13 +29,15 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
     known = ", ".join(f"{field.name} (default {field.default!r})" for field in fields(Options))
     if mode not in (None, "default"):
         raise ModeRefused("torch.compile(mode=...)", mode=mode, known=known)
+    if not isinstance(options, Mapping | None):
+        raise _invalid("options=", options, "a dict: {" + known + "}")
     given = dict(options or {})
     for name in given:
         if name not in {field.name for field in fields(Options)}:
             raise UnknownOption("torch.compile(options=...)", option=name, known=known)
     parsed = Options(**given)
     if parsed.codegen not in CODEGENS:
-        raise _invalid("codegen", parsed.codegen, " or ".join(CODEGENS))
+        raise _invalid("codegen", parsed.codegen, " or ".join(map(repr, CODEGENS)))
     if not isinstance(parsed.verify, bool):
         raise _invalid("verify", parsed.verify, "True or False")
     return parsed

@@ -284,6 +284,7 @@ def test_inference_mode() -> None:
     [
         ({"options": {"codgen": "eager"}}, UnknownOption),
         ({"options": {"codegen": "cuda"}}, InvalidOptionValue),
+        ({"options": "eager"}, InvalidOptionValue),
         ({"options": {"codegen": "triton"}}, CodegenHasNoDevice),
         ({"options": {"verify": 1}}, InvalidOptionValue),
         ({"mode": "reduce-overhead"}, ModeRefused),
