@@ -161,10 +161,11 @@ def _subgraphs_run_once() -> Iterator[None]:
     twice, and on some releases once more for the schema: most of the time of a model of many like layers.
     """
     from torch._higher_order_ops.invoke_subgraph import invoke_subgraph as op
-    from torch._higher_order_ops.utils import registered_hop_fake_fns
+    from torch._higher_order_ops import utils
 
     kind: Any = type(op)
-    run, schema = registered_hop_fake_fns[op], kind.gen_schema
+    fakes: dict[Any, Any] = utils.registered_hop_fake_fns
+    run, schema = fakes[op], kind.gen_schema
     results: dict[object, tuple[object, list[Tensor]]] = {}
     schemas: dict[object, tuple[object, Any]] = {}
 
@@ -186,11 +187,11 @@ def _subgraphs_run_once() -> Iterator[None]:
             schemas[key] = body(subgraph), schema(self, subgraph, identifier, *operands)
         return schemas[key][1]
 
-    registered_hop_fake_fns[op], kind.gen_schema = remembered_run, remembered_schema
+    fakes[op], kind.gen_schema = remembered_run, remembered_schema
     try:
         yield
     finally:
-        registered_hop_fake_fns[op], kind.gen_schema = run, schema
+        fakes[op], kind.gen_schema = run, schema
 
 
 def _layout(value: object) -> object:

@@ -162,7 +162,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may take; no limit off the GPU, where nothing is launched."""
     if device.type != "cuda":
         return 1 << 62
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    facts: Any = torch.cuda.get_device_properties(device)  # its stub lacks the name
+    return int(facts.shared_memory_per_block_optin)
 
 
 def kernel_directory() -> Path:
