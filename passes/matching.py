@@ -7,7 +7,7 @@ are free to move into the region that reads it. A narrowing cast is a rounding p
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import SymInt, Tensor, ops
@@ -72,7 +72,7 @@ def shape(node: Node) -> tuple[int | SymInt, ...]:
 
 def same_sizes(a: tuple[int | SymInt, ...], b: tuple[int | SymInt, ...]) -> bool:
     """Whether two shapes are known to be equal."""
-    return len(a) == len(b) and all(known_equal(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(x is y or known_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def is_widening(node: Node) -> bool:
@@ -125,3 +125,30 @@ def getitems(node: Node) -> dict[int, Node]:
         if user.target is operator.getitem:
             taken.setdefault(int(user.args[1]), user)  # type: ignore[arg-type]
     return taken
+
+
+def between(
+    order: Mapping[Node, int],
+    sources: Collection[Node],
+    results: Collection[Node],
+    stops: Collection[Node] = (),
+    may: Callable[[Node], bool] | None = None,
+) -> list[Node]:
+    """Nodes on the paths from `sources` to `results`, those included, in `order`.
+
+    A path ends at `stops` and at what `may` says not to walk; sources are not included.
+    """
+    seen: set[Node] = set()
+    stack = list(results)
+    while stack:
+        node = stack.pop()
+        if node in seen or node in sources or node.op != "call_function" or (node in stops and node not in results):
+            continue
+        if may is None or may(node):
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    inside: dict[Node, None] = {}
+    for node in sorted(seen, key=order.__getitem__):
+        if any(arg in sources or arg in inside for arg in node.all_input_nodes):
+            inside[node] = None
+    return list(inside)

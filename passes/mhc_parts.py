@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from torch import SymInt
@@ -27,6 +27,7 @@ from v41.passes.matching import (
     RESHAPES,
     VIEWS,
     aten,
+    between,
     fake,
     getitems,
     is_narrowing,
@@ -55,8 +56,6 @@ LINEAR = VIEWS | {
     aten.unbind.int,
     operator.getitem,
 }
-# What weights may go through and stay weights.
-PREPARES = LINEAR | {aten.repeat.default, aten.mm.default, aten.t.default}
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,8 @@ class Parts:
         self._chains = {chain[0].source: chain for chain in find_chains(gm, least=1)}
         self.coefficients = [each for node in self.order if (each := self._coefficients(node)) is not None]
         self.predictions = [*self._predictions(), *_predictions_of_regions(gm)]
+        sizes = {str(shape(each.streams)[:2]): shape(each.streams)[:2] for each in self.predictions}
+        self.vectors = list(sizes.values())  # the shapes of pre and post
         self.given = {node for node in self.order if node.op == "placeholder" and self._fits(node)}
         predicted = {node for each in self.predictions for node in (*each.pres, *each.posts, each.comb)}
         self.predicted_from = self._below(predicted)
@@ -256,7 +257,7 @@ class Parts:
             _, node = heapq.heappop(queue)  # in graph order: whatever reaches it has been seen
             if reached[node] == 3 and same_sizes(shape(node), shape(streams)):
                 result = self._rounded(node)
-                nodes = self.between({post, comb}, [result], self.landmarks, _is_linear_or(result))
+                nodes = between(self.order, {post, comb}, [result], self.landmarks, _is_linear_or(result))
                 return PostMap(post, comb, result, frozenset(nodes))
             for user in node.users:
                 if user.target in LINEAR:
@@ -268,7 +269,7 @@ class Parts:
     def _rounded(self, node: Node) -> Node:
         """`node` after its rounding: the cast that a projection takes for streams, else a cast that alone reads it."""
         casts = [user for user in node.users if is_narrowing(user)]
-        known = [cast for cast in casts if any(cast is each.streams for each in self.coefficients)]
+        known = [cast for cast in casts if cast in self.landmarks]
         return known[0] if known else casts[0] if casts and len(node.users) == 1 else node
 
     # ---- collapse
@@ -282,12 +283,12 @@ class Parts:
         *_, h = unviewed(h)
         if h in self.landmarks:
             return None
-        nodes = self.between(self.mixed, [h], self.landmarks, _is_linear_or(h))
+        nodes = between(self.order, self.mixed, [h], self.landmarks, _is_linear_or(h))
         streams = {arg for node in nodes for arg in node.all_input_nodes if arg in self.mixed}
         if len(streams) != 1:
             return None
         result, weighted = self._norm_result(scaling.result)
-        norm = self.between({h}, [result], set(), None)
+        norm = between(self.order, {h}, [result])
         return Collapse(streams.pop(), h, frozenset(nodes), result, frozenset(norm), scaling.eps, weighted)
 
     def _norm_result(self, node: Node) -> tuple[Node, bool]:
@@ -314,32 +315,8 @@ class Parts:
     def _weighs(self, node: Node) -> bool:
         if node.op in ("placeholder", "get_attr"):
             return fake(node) is not None and not any(isinstance(size, SymInt) for size in shape(node))
-        prepares = node.target in PREPARES or is_widening(node) or is_narrowing(node)
+        prepares = node.target in LINEAR or is_widening(node) or is_narrowing(node)
         return prepares and bool(node.all_input_nodes) and all(arg in self._weights for arg in node.all_input_nodes)
-
-    def between(
-        self,
-        sources: Collection[Node],
-        results: Iterable[Node],
-        stops: Collection[Node],
-        may: Callable[[Node], bool] | None,
-    ) -> list[Node]:
-        """Nodes on the paths from `sources` to `results`, those included, in graph order; `may` says what to walk."""
-        seen: set[Node] = set()
-        stack = list(results)
-        while stack:
-            node = stack.pop()
-            if node in seen or node in sources or node.op != "call_function" or (may is not None and not may(node)):
-                continue
-            if node in stops and node not in results:
-                continue
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-        inside: dict[Node, None] = {}
-        for node in sorted(seen, key=self.order.__getitem__):
-            if any(arg in sources or arg in inside for arg in node.all_input_nodes):
-                inside[node] = None
-        return list(inside)
 
     def absorb(self, inside: Collection[Node]) -> set[Node]:
         """`inside`, and the views, widening casts and preparations of weights that only it reads."""
@@ -357,10 +334,9 @@ class Parts:
 
     def _views_landmark(self, node: Node) -> bool:
         """Whether `node` is a view, of a part perhaps, of a landmark or of one value per row and stream."""
-        vectors = [shape(each.streams)[:2] for each in self.predictions]
         while node.target in VIEWS or is_widening(node):
             node = node.args[0]  # type: ignore[assignment]
-            if node in self.landmarks or any(same_sizes(shape(node), vector) for vector in vectors):
+            if node in self.landmarks or self._is_vector(node):
                 return True
         return False
 
@@ -385,8 +361,10 @@ class Parts:
 
     def _fits(self, node: Node) -> bool:
         """Whether an input has the shape of predicted coefficients."""
-        streams = [shape(each.streams) for each in self.predictions]
-        return any(same_sizes(shape(node), s[:2]) or same_sizes(shape(node), (*s[:2], s[1])) for s in streams)
+        return self._is_vector(node) or any(same_sizes(shape(node), (*sizes, sizes[1])) for sizes in self.vectors)
+
+    def _is_vector(self, node: Node) -> bool:
+        return any(same_sizes(shape(node), sizes) for sizes in self.vectors)
 
 
 def _predictions_of_regions(gm: GraphModule) -> Iterator[Prediction]:

@@ -29,7 +29,8 @@ from torch.fx import GraphModule, Node
 from v41.passes.analysis.effects import effect_of, written_args
 from v41.passes.analysis.probe import evaluate, integers
 from v41.passes.fold_sinkhorn import RULES as SINKHORN_RULES
-from v41.passes.matching import shape, unviewed
+from v41.passes.fold_sinkhorn import is_read_outside
+from v41.passes.matching import between, same_sizes, shape, unviewed
 from v41.passes.mhc_parts import BOUNDARY, EXIT, POST, Coefficients, Collapse, Comb, Gate, Parts, PostMap
 from v41.regions import invoke_subgraph, outline
 from v41.report import Decision, applied, refused
@@ -82,7 +83,7 @@ class Site:
         nodes = set(self.critical)
         if self.coefficients is not None:
             results = [gate.result for gate in self.gates] + [self.comb.result]
-            nodes |= set(self.parts.between({self.streams}, results, (), None))  # type: ignore[arg-type]
+            nodes |= set(between(self.parts.order, {self.streams}, results))  # type: ignore[arg-type]
         nodes = self.parts.absorb(nodes)
         nodes |= {node.args[0] for node in nodes if node.target is invoke_subgraph}  # type: ignore[misc]
         return sorted(nodes, key=self.parts.order.__getitem__)
@@ -104,7 +105,8 @@ class Site:
         assert self.post is not None
         nodes = self.parts.absorb(self.post.nodes)
         outside = [arg for node in nodes for arg in node.all_input_nodes if arg not in nodes]
-        matrices = {arg for arg in outside if arg is not self.post.comb and len(shape(arg)) == 3}
+        wanted = shape(self.post.result)
+        matrices = {arg for arg in outside if arg is not self.post.comb and same_sizes(shape(arg), wanted)}
         return matrices.pop() if len(matrices) == 1 else None
 
     def _other_operand(self, nodes: frozenset[Node], known: set[Node | None]) -> Node | None:
@@ -195,8 +197,9 @@ def counts_streams_differently(site: Site) -> Node | None:
 def is_not_a_sinkhorn_chain(site: Site) -> Node | None:
     if site.comb.result is None:
         return site.comb.head
-    chain = list(site.comb.chain)
-    return next((node for _, culprit in SINKHORN_RULES[:-1] if chain and (node := culprit(chain)) is not None), None)
+    chain = list(site.comb.chain)  # none where it is a region: then it is legal
+    finds = [find for _, find in SINKHORN_RULES if chain and find is not is_read_outside]
+    return next((node for find in finds if (node := find(chain)) is not None), None)
 
 
 def is_not_collapsed_once(site: Site) -> Node | None:
@@ -259,17 +262,19 @@ RULES: dict[str, tuple[Rule, ...]] = {  # in order: each may rely on those above
 
 def outline_mhc(gm: GraphModule) -> list[Decision]:
     """Outlines every legal site of `gm` in place. One decision a site, in graph order."""
-    sites = find_sites(gm)
-    broken = [next(((rule, node) for rule, find in RULES[site.kind] if (node := find(site))), None) for site in sites]
-    attrs = [attributes(site) if not wrong else {} for site, wrong in zip(sites, broken, strict=True)]
-    names = [(site.anchor, site.members if not wrong else []) for site, wrong in zip(sites, broken, strict=True)]
-    decisions = []
-    for site, wrong, known, (anchor, members) in zip(sites, broken, attrs, names, strict=True):
-        if wrong:
-            decisions.append(refused(anchor, *wrong))
-        else:
-            decisions.append(applied(outline(gm, members, kind=site.kind, **known)))
-    return decisions
+    judged = [(site, broken_rule(site)) for site in find_sites(gm)]
+    legal = {site.anchor: attributes(site) for site, broken in judged if broken is None}  # all read before any edit
+    return [
+        refused(site.anchor, *broken)
+        if broken is not None
+        else applied(outline(gm, site.members, kind=site.kind, **legal[site.anchor]))
+        for site, broken in judged
+    ]
+
+
+def broken_rule(site: Site) -> tuple[str, Node] | None:
+    """The first rule that does not hold, and the node at fault."""
+    return next(((rule, node) for rule, find in RULES[site.kind] if (node := find(site)) is not None), None)
 
 
 def find_sites(gm: GraphModule) -> list[Site]:

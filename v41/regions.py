@@ -59,6 +59,19 @@ def regions(gm: GraphModule, kind: str | None = None) -> Iterator[Node]:
     return (node for node in list(gm.graph.nodes) if is_region(node, kind))
 
 
+def slice_of(body: GraphModule, outputs: Iterable[int]) -> set[Node]:
+    """The nodes of a region's body that these of its outputs need."""
+    results = body.graph.output_node().args[0]
+    stack = [results[i] for i in outputs]  # type: ignore[index]
+    needed: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Node) and node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
 def outline(gm: GraphModule, nodes: Iterable[Node], *, kind: str, **attrs: Any) -> Node:
     """Moves `nodes` of `gm` into a region of `kind` and returns the call node.
 

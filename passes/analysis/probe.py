@@ -17,6 +17,7 @@ from torch.fx import Node, map_arg
 from v41._compat import outside_fake_mode, size_with
 from v41.passes.matching import fake
 
+VIEWS_OF_ALL = (ops.aten.view.default, ops.aten._unsafe_view.default)
 ROWS = 3
 LIMIT = 2  # of the integers drawn; an odd size of streams and rows tells axes apart, signs tell sums from sizes
 
@@ -27,8 +28,8 @@ def evaluate(nodes: Iterable[Node], given: dict[Node, Tensor], result: Node) -> 
         values: dict[Node, Any] = dict(given)
         for node in nodes:
             args, kwargs = map_arg((node.args, node.kwargs), lambda arg: _value(arg, values))
-            # a view of another memory order than the graph's may need a copy
-            target = ops.aten.reshape.default if node.target is ops.aten.view.default else node.target
+            # in another order of memory than the graph's, a view may need a copy
+            target = ops.aten.reshape.default if node.target in VIEWS_OF_ALL else node.target
             values[node] = target(*args, **kwargs)  # type: ignore[operator]
         value = values[result]
     assert isinstance(value, Tensor)

@@ -25,7 +25,7 @@ from v41.passes.canonicalize import canonicalize
 from v41.passes.fold_sinkhorn import fold_sinkhorn
 from v41.passes.matching import shape
 from v41.passes.outline_mhc import RULES, outline_mhc
-from v41.regions import NotOutlinable, body_of, is_region, regions
+from v41.regions import NotOutlinable, body_of, is_region, regions, slice_of
 from v41.report import Decision
 
 
@@ -85,26 +85,14 @@ def test_finds_every_boundary_in_any_spelling(stack: Stack, backed: bool) -> Non
 def check_cones(call: Node) -> None:
     """What the critical outputs need holds no part of the coefficients, and the other way round no norm."""
     attrs, body = body_of(call).meta["v41_region"].attrs, body_of(call)
-    results = body.graph.output_node().args[0]
     names = attrs["outputs"]
-    critical, late = (cone([results[i] for i in attrs[key]]) for key in ("critical", "coefficients"))
+    critical, late = slice_of(body, attrs["critical"]), slice_of(body, attrs["coefficients"])
     assert {names[i] for i in attrs["critical"]} >= {"input"} and "extra" not in names
     assert {names[i] for i in attrs["coefficients"]} <= {"pre", "post", "comb"}
     gates = {node for node in body.graph.nodes if node.target is ops.aten.sigmoid.default or is_region(node)}
     assert gates and not gates & critical
     assert gates <= late
     assert len(critical & late) < len(critical)
-
-
-def cone(results: list[Node]) -> set[Node]:
-    seen: set[Node] = set()
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 # ---- the plain model's own boundaries, in the numbers that a config promises
