@@ -159,8 +159,15 @@ def test_what_no_region_came_from_stays_in_its_subgraph() -> None:
 
 
 def test_loops_of_two_subgraphs_keep_names_of_their_own() -> None:
-    short, long = (torch.compiler.nested_compile_region(program(alternating(-2, n, 1e-6))) for n in (3, 5))
-    gm = trace(lambda m: short(m)[0] + long(m)[0] + short(m * 2)[0], torch.rand(3, 4, 4))
+    @torch.compiler.nested_compile_region
+    def short(m: Tensor) -> Tensor:
+        return program(alternating(-2, 3, 1e-6))(m)[0]
+
+    @torch.compiler.nested_compile_region
+    def long(m: Tensor) -> Tensor:
+        return program(alternating(-2, 5, 1e-6))(m)[0]
+
+    gm = trace(lambda m: short(m) + long(m) + short(m * 2), torch.rand(3, 4, 4))
     check_pass(canonicalize, gm)
     check_pass(fold_sinkhorn, gm)
     calls = list(regions(gm, "sinkhorn"))
