@@ -160,8 +160,8 @@ def _subgraphs_run_once() -> Iterator[None]:
     torch remembers this only for sizes that are no unbacked symbols; for these it runs the body again for every call,
     twice, and on some releases once more for the schema: most of the time of a model of many like layers.
     """
-    from torch._higher_order_ops.invoke_subgraph import invoke_subgraph as op
     from torch._higher_order_ops import utils
+    from torch._higher_order_ops.invoke_subgraph import invoke_subgraph as op
 
     kind: Any = type(op)
     fakes: dict[Any, Any] = utils.registered_hop_fake_fns
