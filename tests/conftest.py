@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the workers of one run share the cores
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compile processes beside them
@@ -21,6 +22,13 @@ PATIENT = settings(deadline=None, suppress_health_check=(HealthCheck.too_slow, H
 settings.register_profile("default", PATIENT, derandomize=True, max_examples=25)
 settings.register_profile("nightly", PATIENT, max_examples=400)
 settings.load_profile(os.environ.get("V41_HYPOTHESIS", "default"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Facts that tests recorded with `record_property`, at the end of the output."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties if report.when == "call" else ():
+            terminalreporter.write_line(f"{report.nodeid.rsplit('/', 1)[-1]}  {name}: {value}")
 
 
 @pytest.fixture(scope="module", autouse=True)

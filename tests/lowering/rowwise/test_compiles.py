@@ -1,7 +1,11 @@
-"""The kernel of the boundary at released widths compiles for Hopper and Blackwell, without spills where it is hot."""
+"""The kernel of the boundary at released widths (presets bench and flash) compiles for Hopper and Blackwell.
+
+Hardly a register is spilled; what each launch takes stands at the end of the tests' output.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -47,6 +51,6 @@ def test_boundary_compiles_with_hardly_a_spill(
         facts_found = f"{fact.registers} registers, {fact.spill_bytes} bytes spilled, {fact.shared_bytes} shared"
         record_property(label, facts_found)
         assert fact.spill_bytes <= 192, label
-        assert "ld.global.v4" in fact.ptx.replace(".b32", "") or "cp.async" in fact.ptx, f"{label}: narrow loads"
+        assert re.search(r"ld\.global[\w.:]*\.v[24]|cp\.async", fact.ptx), f"{label}: narrow loads"
         products = request.constants["STEP"] != LATER
         assert ("mma.sync" in fact.ptx) == products and "wgmma" not in fact.ptx, f"{label}: another order of sums"
