@@ -13,10 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import v41
+from tests.invariants import random_inputs
+from tests.strategies.tracing import trace
 from v41 import backend
 from v41.errors import CodegenHasNoDevice, GradientsRequested, InvalidOptionValue, ModeRefused, UnknownOption
+from v41.lowering.generated import GeneratedPiece
 from v41.lowering.inductor import supported
 from v41.options import Options
+from v41.passes.partition import partition
 from v41.passes.pipeline import PIPELINE, Pass, run_pipeline
 from v41.regions import outline
 from v41.report import CompileReport, Decision, applied
@@ -384,6 +388,50 @@ def test_inductor_has_eagers_bits_on_a_cpu_and_says_where_it_cannot() -> None:
     (report,) = reports
     assert report.options["codegen"] == ("inductor", f"options, although {reason}" if reason else "options")
     assert not report.fallbacks
+
+
+def region_body(fn: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> torch.fx.GraphModule:
+    """The one piece of a graph that is a region from end to end, of a kind that becomes kernels."""
+    monkeypatch.setattr(backend, "CUT_AT", ("any",))
+    gm = trace(fn, torch.randn(7, 64))
+    outline(gm, [node for node in gm.graph.nodes if node.op == "call_function"], kind="any")
+    (piece,) = partition(gm, cut_at=("any",)).pieces
+    return piece.body
+
+
+def test_triton_takes_pieces_of_regions_and_the_report_names_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    body, report = region_body(lambda x: x.relu() * 2, monkeypatch), CompileReport()
+    made = backend.artifact(body, ["piece_1", "piece_3"], ("triton", "eager"), report)
+    assert isinstance(made, GeneratedPiece) and report.fallbacks == []
+    assert report.kernels == {made.kernel.name: ["piece_1", "piece_3"]} and made.kernel.name.startswith("any_")
+
+
+def test_a_refused_region_goes_the_next_way_and_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    body, report = region_body(lambda x: x.cumsum(-1), monkeypatch), CompileReport()
+    made, inputs = backend.artifact(body, ["piece_1"], ("triton", "eager"), report), random_inputs(body, 3)
+    (x,) = (value for value in inputs if isinstance(value, Tensor))
+    assert torch.equal(made(*inputs)[0], x.cumsum(-1))
+    assert report.kernels == {}
+    (said,) = report.fallbacks
+    assert said.startswith("piece_1 as eager: no kernel, since cumsum") and "does not know" in said
+
+
+def test_pieces_between_regions_are_no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = CompileReport()
+    monkeypatch.setattr(backend, "CUT_AT", ("any",))
+    backend.artifact(trace(lambda x: x + 1, torch.randn(7, 64)), ["piece_0"], ("triton", "eager"), report)
+    assert (report.kernels, report.fallbacks) == ({}, [])
+
+
+def test_auto_takes_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr("v41.lowering.inductor.supported", lambda device: None)
+    assert backend.effective_codegen(Options(), gpu) == ("triton", "auto; the rest through inductor")
+    assert backend.ways("triton", gpu) == ("triton", "inductor", "eager")
+    monkeypatch.setattr("v41.lowering.inductor.supported", lambda device: "it rounds less")
+    assert backend.effective_codegen(Options("triton"), gpu) == ("triton", "options; the rest as eager: it rounds less")
+    assert backend.ways("triton", gpu) == ("triton", "eager")
+    assert backend.effective_codegen(Options("eager"), gpu)[0] == "eager"
 
 
 def test_programs_are_in_the_report_on_demand() -> None:
