@@ -21,8 +21,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"v41 {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="read prompts, write tokens, show what the compiler did"))
+    add_inspect(commands.add_parser("inspect", help="what the compiler finds in every layer, without weights"))
     add_bench(commands.add_parser("bench", help="measure on this GPU, check against fp64, keep the figures as JSON"))
     return made
+
+
+def add_inspect(command: argparse.ArgumentParser) -> None:
+    command.description = "Captures a preset on tensors without storage, runs the passes, and shows what each layer is."
+    command.add_argument("--preset", default="tiny", metavar="NAME", help="tiny, bench or flash (tiny)")
+    command.add_argument("--layers", type=positive, metavar="N", help="the first N layers alone")
+    command.add_argument("--json", action="store_true", help="print the facts as JSON")
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:
@@ -68,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from v41.tools.bench.boundary import bench_command
 
             return bench_command(arguments)
+        if arguments.command == "inspect":
+            from v41.tools.inspect_command import inspect_command
+
+            return inspect_command(arguments)
         from v41.tools.generate_command import generate_command
 
         return generate_command(arguments)

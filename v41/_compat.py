@@ -267,6 +267,13 @@ def fake_mode_of(values: Sequence[object]) -> Any:
     )
 
 
+def without_storage() -> contextlib.AbstractContextManager[Any]:
+    """Under it, new tensors have a shape and a dtype and no memory, even those computed from real ones."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Under it, operators compute though AOTAutograd has a FakeTensorMode on: passes may try expressions on numbers."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

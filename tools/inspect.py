@@ -1,0 +1,153 @@
+"""inspect: a whole model through capture and passes without weights: what each layer became, and why.
+
+    capture(build) -> Inspection     `build` makes the model; its tensors and the cache have no storage
+    layers(inspection)               for each layer the regions and refusals found among what reads its parameters
+
+Dynamo, AOTAutograd, the passes and the partition run as they do in torch.compile; then it stops, before any piece is
+compiled for a device and before anything runs. So 40 layers at released widths need no weights and no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from v41._compat import input_name, without_storage
+from v41.backend import v41
+from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
+from v41.plan import Piece
+from v41.regions import Region, region_of, regions
+from v41.report import CompileReport, Decision, collect
+
+CHUNKS = (23, 40, 1)  # rows of each request in the traced step; the program is the same for any
+
+
+class Captured(Exception):
+    """The program is there; nothing is to run it."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    config: V41Config
+    report: CompileReport
+    parameters: dict[str, str]  # input of the plan -> what the model calls it: "layers.0.attn.wkv.weight"
+    seconds: dict[str, float]  # phase -> wall time, in order
+    cpu_seconds: float
+    peak_mib: float  # of the process so far
+
+
+@dataclass
+class LayerView:
+    """What the compiler found among the pieces that read parameters of one layer."""
+
+    layer: int | None  # None: before the first layer and after the last
+    regions: list[Region] = field(default_factory=list)
+    refused: list[Decision] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+
+def capture(build: Callable[[], V41ForCausalLM]) -> Inspection:
+    """The model that `build` makes, captured for a ragged step of a few requests."""
+    clock = time.perf_counter
+    start, cpu = clock(), time.process_time()
+    with without_storage():
+        model = build().eval()
+        cache = Cache.zeros(model.config, len(CHUNKS), max(CHUNKS))
+    batch = build_batch(model.config, cache, [Chunk([0] * rows, 0, slot) for slot, rows in enumerate(CHUNKS)])
+    seconds, names = {"model": clock() - start}, list[str]()
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        seconds["dynamo"] = clock() - start - seconds["model"]
+        names.extend(input_name(node) for node in gm.graph.nodes if node.op == "placeholder")
+        v41(gm, inputs, options={"codegen": "eager"})
+
+        def stop(*_: Any) -> Any:
+            raise Captured
+
+        return stop
+
+    with torch.no_grad(), collect() as reports, contextlib.suppress(Captured):
+        torch.compile(model, backend=backend, fullgraph=True)(batch, cache)
+    (report,) = reports
+    assert report.plan is not None and len(names) == len(report.plan.inputs)
+    seconds |= report.seconds
+    seconds["total"] = clock() - start
+    parameters = dict(zip(report.plan.inputs, names, strict=True))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return Inspection(model.config, report, parameters, seconds, time.process_time() - cpu, peak)
+
+
+def layers(inspection: Inspection) -> list[LayerView]:
+    """One view a layer, in order; what reads no layer's parameters belongs to the layer before it."""
+    views = {layer: LayerView(layer) for layer in (None, *range(inspection.config.num_hidden_layers))}
+    refused = {d.node: d for run in inspection.report.passes for d in run.decisions if not d.applied}
+    current: int | None = None
+    plan = inspection.report.plan
+    assert plan is not None
+    for piece in plan.pieces:
+        outside = reads_ends(piece, inspection.parameters)
+        current = max(layers_read(piece, inspection.parameters), default=None if outside else current)
+        view = views[current]
+        view.pieces.append(piece)
+        view.regions += [region_of(call) for call in regions(piece.body)]
+        view.refused += [refused[node.name] for node in piece.body.graph.nodes if node.name in refused]
+    return list(views.values())
+
+
+def layers_read(piece: Piece, parameters: dict[str, str]) -> Iterator[int]:
+    """The layers whose parameters `piece` reads."""
+    for name in piece.reads:
+        if found := re.match(r"layers\.(\d+)\.", parameters.get(name, "")):
+            yield int(found[1])
+
+
+def reads_ends(piece: Piece, parameters: dict[str, str]) -> bool:
+    """Whether `piece` reads the embedding or the head."""
+    return any(parameters.get(name, "").startswith(("embed.", "norm.", "head.")) for name in piece.reads)
+
+
+def first_layers(config: V41Config, count: int) -> V41Config:
+    """The model cut after `count` layers, each as it is in the whole one."""
+    if count >= config.num_hidden_layers:
+        return config
+    tables = zip(config.engram_layer_ids, config.engram_num_embeddings, strict=True)
+    engram = [(layer, rows) for layer, rows in tables if layer < count]
+    source = config.candidate_source_layer_id
+    return config.replace(
+        num_hidden_layers=count,
+        compress_ratios=config.compress_ratios[:count],
+        kv_source_layer_ids=tuple(layer for layer in config.kv_source_layer_ids if layer < count),
+        index_source_layer_ids=tuple(layer for layer in config.index_source_layer_ids if layer < count),
+        candidate_source_layer_id=source if source is not None and source < count else None,
+        engram_layer_ids=tuple(layer for layer, _ in engram),
+        engram_num_embeddings=tuple(rows for _, rows in engram),
+        num_nextn_predict_layers=0,
+        dspark_target_layer_ids=(),
+    )
+
+
+def role(config: V41Config, layer: int) -> str:
+    """What a layer does, in words."""
+    it = config.roles[layer]
+    words = ["window"] if it.ratio == 0 else [f"ratio {it.ratio}"]
+    if it.owns_compressor:
+        words.append("KV source")
+    elif it.kv_source is not None:
+        words.append(f"reads KV of {it.kv_source}")
+    if it.owns_indexer:
+        words.append("picks" if it.candidate_source is None else f"picks among candidates of {it.candidate_source}")
+    elif it.index_source is not None:
+        words.append(f"picks of {it.index_source}")
+    words += ["makes candidates"] * it.makes_candidates + ["Engram"] * it.engram
+    return ", ".join(words)
