@@ -27,6 +27,7 @@ from v41.lowering.rowwise.prelude import PRELUDE
 from v41.lowering.rowwise.read import Tensor
 from v41.lowering.rowwise.roll import Loop, roll
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
+from v41.lowering.rowwise.sections import sections
 from v41.lowering.rowwise.sums import Sums, group_sums
 
 FOLD = {"add": 0, "maximum": 1, "minimum": 2}
@@ -42,8 +43,8 @@ class Emitter:
         self.runs, self.run = runs(-(-self.width // block))
         self.chunks = self.runs * self.run
         self.names = Names()
+        self.section = sections(phases).__getitem__  # of a number
         self.lines: list[str] = []
-        self._sections: dict[Expr, int] = {}
         self.indent = 1
         self.sums: list[list[Sums]] = [group_sums(phase.sums, i) for i, phase in enumerate(phases.each)]
         self.partial_width = sum(group.width for group in self.sums[0])
@@ -82,7 +83,7 @@ class Emitter:
 
     def _first_phase(self) -> None:
         phase = self.phases.each[0]
-        self._numbers([expr for expr in phase.numbers if self._section(expr) == 0])
+        self._numbers([expr for expr in phase.numbers if self.section(expr) == 0])
         if not self.width:
             return
         early = self._early_loads()
@@ -156,7 +157,7 @@ class Emitter:
         """Phase `index`, but for what phase 0 did: numbers its pass reads, the pass, all other numbers."""
         phase = self.phases.each[index] if index < len(self.phases.each) else Phase()
         numbers = (
-            [expr for other in self.phases.each for expr in other.numbers if self._section(expr) == index]
+            [expr for other in self.phases.each for expr in other.numbers if self.section(expr) == index]
             if index
             else []
         )
@@ -186,30 +187,8 @@ class Emitter:
         return [
             expr
             for expr in self.phases.each[0].numbers
-            if expr.op == "load" and not expr.row and self._section(expr) == 1
+            if expr.op == "load" and not expr.row and self.section(expr) == 1
         ]
-
-    def _section(self, expr: Expr) -> int:
-        """The phase in front of which number `expr` is computed: as late as its first reader allows."""
-        if not self._sections:
-            self._fill_sections()
-        return self._sections.get(expr, self.phases.depth[expr])
-
-    def _fill_sections(self) -> None:
-        first = max(len(self.phases.each) - 1, 1) if self.width else 0
-        for index, phase in enumerate(self.phases.each):
-            for tile in (*phase.tiles, *phase.sums, *(tile for tile, _ in phase.stores)):
-                for arg in (tile, *tile.args):
-                    if not arg.wide:
-                        self._sections[arg] = min(self._sections.get(arg, index), index)
-            for expr, _ in phase.number_stores:
-                at = max(index, min(first, 1))
-                self._sections[expr] = min(self._sections.get(expr, at), at)
-        for expr in reversed([expr for phase in self.phases.each for expr in phase.numbers]):
-            for arg in expr.args:
-                if not arg.wide:
-                    at = self._sections.get(expr, first)
-                    self._sections[arg] = min(self._sections.get(arg, at), at)
 
     def _later_pass(self, index: int) -> None:
         block = str(self.block) if self.sums[index] else "TAIL"
@@ -411,8 +390,3 @@ class Emitter:
 
 def _times(name: str, factor: int) -> str:
     return name if factor == 1 else f"{name} * {factor}"
-
-
-def emit(phases: Phases, block: int, name: str) -> str:
-    """The text of kernel `name`."""
-    return Emitter(phases, block).kernel(name)

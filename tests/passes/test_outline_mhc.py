@@ -20,12 +20,13 @@ from tests.strategies.mhc import PlainStack, Spelling, Stack, spellings, stacks
 from tests.strategies.noise import disturb
 from tests.strategies.tracing import trace
 from v41.model_def.config import V41Config
+from v41.model_def.mhc import boundary
 from v41.passes import outline_mhc as module
 from v41.passes.canonicalize import canonicalize
 from v41.passes.fold_sinkhorn import fold_sinkhorn
 from v41.passes.matching import shape
 from v41.passes.outline_mhc import RULES, outline_mhc
-from v41.regions import NotOutlinable, body_of, is_region, regions, slice_of
+from v41.regions import NotOutlinable, body_of, is_region, region_of, regions, slice_of
 from v41.report import Decision
 
 
@@ -118,6 +119,22 @@ def check_counts(config: V41Config) -> None:
 def test_counts_are_those_of_the_config(config: V41Config, iters: int) -> None:
     event(str(config.boundary_sites()))
     check_counts(config.replace(hc_sinkhorn_iters=iters))
+
+
+def test_a_boundary_alone_is_a_seam() -> None:
+    """Coefficients that come as inputs of the program are as good as predicted ones."""
+    model = PlainStack(V41Config.preset("tiny"))
+    n, T, D = model.config.hc_mult, 5, 8
+    X, y = torch.randn(T, n, D).bfloat16(), torch.randn(T, D).bfloat16()
+    rows = X, y, torch.rand(T, n), torch.rand(T, n, n), torch.rand(T, n)
+    gm = trace(lambda X, y, C, B, A: boundary(X, y, C, B, A, model.mix(1)), *rows)
+    apply(canonicalize, gm)
+    apply(fold_sinkhorn, gm)
+    decisions = check_pass(outline_mhc, gm)
+    assert kinds(decisions) == {"seam": 1}
+    (call,) = regions(gm, "mhc_boundary")
+    roles = region_of(call).attrs["operands"]
+    assert Counter(roles) == Counter(["streams", "pending", "post", "comb", "carried"] + ["weight"] * 4)
 
 
 @pytest.mark.slow
