@@ -42,7 +42,7 @@ SETTINGS: dict[str, object] = {
     "eager_numerics.division_rounding": True,  # Triton's own division is off by a unit in the last place
     "aten_distributed_optimizations.enable_simple_overlap": False,  # hoists collectives over ops it cannot see
     "triton.cudagraphs": False,  # capture belongs to the runtime
-    "cpp.simdlen": 1,  # scalar C++: half the compile time, equal bits; on a CPU programs are checked, not served
+    "cpp.simdlen": 1,  # scalar C++: equal bits, and a sixth of the compile time less
 }
 
 # On a CPU bits count and speed does not: there programs are checked. Inductor's C++ has other routines than eager's for
