@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from v41.lowering.inductor import flatten
+from v41.regions import flatten
 
 aten = torch.ops.aten
 CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}

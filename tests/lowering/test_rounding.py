@@ -16,7 +16,8 @@ from torch import Tensor
 from tests.fp64 import assert_accurate
 from tests.strategies.tracing import trace
 from v41._compat import inductor_compile
-from v41.lowering.inductor import cast_chain, compile_piece, flatten, supported
+from v41.lowering.inductor import cast_chain, compile_piece, supported
+from v41.regions import flatten
 
 bf16, fp8, fp8_wide = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
