@@ -160,7 +160,7 @@ def test_logits_of_prefill_decode_and_the_whole(golden: Golden, name: str) -> No
     with mode(name, config):
         for run, (start, stop) in {**RUNS, "full": (0, 96)}.items():
             logits = model(build_batch(config, cache, [Chunk(ids, start, 1, stop)]), cache)
-            agree(name, logits, golden(f"{run}.logits"))
+            check_logits(name, logits, golden(f"{run}.logits"))
             if name == "reference" and run == "decode3":
                 caches_are_equal(golden, cache, run)
 
@@ -180,7 +180,7 @@ def test_logits_of_replays(golden: Golden, replay: str, name: str) -> None:  # n
                 ring.fill_(0xFF)
         start = hit - window if after_hit else 0
         chunk = Chunk(ids, start, 0, 96, hit=hit if after_hit else 0)
-        agree(name, model(build_batch(config, cache, [chunk]), cache), golden(f"replay.{replay}.logits"))
+        check_logits(name, model(build_batch(config, cache, [chunk]), cache), golden(f"replay.{replay}.logits"))
 
 
 def test_layers_of_a_prefill_of_all_tokens(golden: Golden) -> None:  # noqa: F811
@@ -203,7 +203,7 @@ def test_layers_of_a_prefill_of_all_tokens(golden: Golden) -> None:  # noqa: F81
                 assert torch.equal(selection.picks, torch.where(places < 0, -1, places - 96)), i
 
 
-def agree(name: str, logits: Tensor, theirs: Tensor) -> None:
+def check_logits(name: str, logits: Tensor, theirs: Tensor) -> None:
     theirs = theirs.view_as(logits)
     if name == "reference":
         assert torch.equal(logits, theirs), (logits - theirs).abs().max()

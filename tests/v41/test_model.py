@@ -39,7 +39,7 @@ def steps(lengths: tuple[int, ...] = (23, 40, 1)) -> list[list[Chunk]]:
     return [prefill, *decode, [Chunk(ids[1], lengths[1] + 2, 1)]]
 
 
-def agree_at_every_step(config: V41Config, **options: object) -> CompileReport:
+def check_bits_at_every_step(config: V41Config, **options: object) -> CompileReport:
     """Compiles a model once, asks for eager's bits of logits and caches, and returns the report."""
     torch.manual_seed(0)
     model = V41ForCausalLM(config).eval()
@@ -61,7 +61,7 @@ def tensors_of(cache: Cache) -> list[Tensor]:
 
 def test_a_small_model_has_eagers_bits_in_one_compile() -> None:
     config = small()
-    report = agree_at_every_step(config, codegen="eager", verify=True)
+    report = check_bits_at_every_step(config, codegen="eager", verify=True)
     assert [(run.name, run.failure, run.refused) for run in report.passes if run.failure or run.refused] == []
     (writes,) = (run for run in report.passes if run.name == "reinplace_cache_writes")
     assert writes.applied == len(tensors_of(Cache.zeros(config, 3, 64)))
@@ -74,4 +74,4 @@ def test_a_small_model_has_eagers_bits_in_one_compile() -> None:
 def test_inductor_has_eagers_bits_of_the_whole_tiny_model() -> None:
     if reason := supported(torch.device("cpu")):
         pytest.skip(reason)
-    agree_at_every_step(V41Config.preset("tiny"), codegen="inductor")
+    check_bits_at_every_step(V41Config.preset("tiny"), codegen="inductor")
