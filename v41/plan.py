@@ -8,6 +8,9 @@
 Every value has one name. Pieces run in order; between two of them exactly the values live that a later piece reads or
 the graph returns, and a piece's `frees` are the values nobody reads after it. Pieces with one key share one compiled
 artifact.
+
+Sizes are symbols ("u0"), and `sizes` says what each stands for ("rows"): two symbols of one name are always equal. A
+piece whose `sizes` are all of one name can be captured once for each value of it.
 """
 
 from __future__ import annotations
@@ -52,6 +55,33 @@ class Piece:
     source: str  # the model line of its first node
     nodes: int
     body: GraphModule = field(repr=False, compare=False)
+    sizes: tuple[str, ...] = ()  # names of the sizes its work depends on, each once: ("rows", "requests")
+    uncapturable: str | None = None  # why no CUDA graph can hold it; None where one can
+    stream: int = 0  # 0 is the caller's
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """The memory behind a value of the plan. `born` and `dies` are indices of pieces; -1 is before the first."""
+
+    name: str
+    spec: str  # "bf16[u0, 4, 5120]"
+    owner: str  # "caller"; "runtime" for inputs that are copied into static buffers; the piece that allocates it
+    born: int
+    dies: int  # the last piece that uses the memory, through this value or one that views it; len(pieces) if returned
+    bytes: str  # over the symbols: "40960*u0"
+    views: tuple[str, ...] = ()  # values whose memory it may be (a part of); () where it has its own
+
+
+START, END = "start", "end"  # the caller's stream before the first piece, and after the last
+
+
+@dataclass(frozen=True)
+class Event:
+    """Recorded on the stream of piece `after` once it is issued, waited for on that of `before` ahead of it."""
+
+    after: str  # a piece, or START
+    before: str  # a piece issued later, or END
 
 
 @dataclass(frozen=True)
@@ -62,6 +92,10 @@ class Plan:
     outputs: tuple[str | int | float | bool | None, ...]
     values: dict[str, str]  # name -> "bf16[u0, 4, 5120]" or "int u0"
     pieces: tuple[Piece, ...]
+    sizes: dict[str, str] = field(default_factory=dict)  # symbol of the inputs -> its name: {"u0": "rows"}
+    buckets: dict[str, tuple[int, ...]] = field(default_factory=dict)  # name of a size -> the values it is padded to
+    buffers: dict[str, Buffer] = field(default_factory=dict)  # one for every tensor of `values`
+    events: tuple[Event, ...] = ()  # none where all pieces are on one stream
 
     @property
     def keys(self) -> dict[str, list[str]]:
