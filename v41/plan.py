@@ -10,7 +10,7 @@ the graph returns, and a piece's `frees` are the values nobody reads after it. P
 artifact.
 
 Sizes are symbols ("u0"), and `sizes` says what each stands for ("rows"): two symbols of one name are always equal. A
-piece whose `sizes` are all of one name can be captured once for each value of it.
+piece whose `sizes` are all of one name can be captured once for each value of that.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Piece:
     source: str  # the model line of its first node
     nodes: int
     body: GraphModule = field(repr=False, compare=False)
-    sizes: tuple[str, ...] = ()  # names of the sizes its work depends on, each once: ("rows", "requests")
+    sizes: tuple[str, ...] = ()  # the symbols its work depends on, in order of appearance: ("u0", "u3")
     uncapturable: str | None = None  # why no CUDA graph can hold it; None where one can
     stream: int = 0  # 0 is the caller's
 
