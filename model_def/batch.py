@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked
 
+from v41.model_def.buckets import Buckets, round_up
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.errors import (
-    BucketTooSmall,
     ChunkLongerThanSlot,
     ChunkOutOfTokens,
     HitNotReplayable,
@@ -88,13 +88,13 @@ class Batch:
     late_floors: Tensor  # [T] the same in the layers that SWA bounded replay truncates
     hits: Tensor  # [T] entries of groups that end below this position are in the cache already
     lookback: Tensor  # [T, N] token ids at p, p-1, ...; -1 where there is none
-    requests: Tensor  # [T] which request the row belongs to,
+    requests: Tensor  # [T] which request the row belongs to; 0 in pad rows,
     columns: Tensor  # [T] and which of its rows it is
-    first_rows: Tensor  # [R] row each request begins at
+    first_rows: Tensor  # [R] row each request begins at; 0 for pad requests, which have the pad slot
     slot_of_request: Tensor  # [R]
     longest: Tensor  # arange(Q)
     blocks: dict[int, Tensor]  # ratio -> arange(candidate blocks up to the longest context)
-    logit_rows: Tensor  # [L]
+    logit_rows: Tensor  # [L]; row 0 again in pads
     host: Host
 
     def to(self, device: torch.device | str) -> Batch:
@@ -106,23 +106,58 @@ class Batch:
 torch.export.register_dataclass(Batch)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """How large a batch is with its pads: rows, requests, rows of logits, the longest chunk, candidate blocks."""
+
+    rows: int
+    requests: int
+    logits: int
+    longest: int
+    blocks: dict[int, int]  # by ratio
+
+
+def sizes_of(config: V41Config, chunks: Sequence[Chunk], buckets: Buckets | None = None) -> Sizes:
+    """The sizes of `chunks`, padded to `buckets` if given: no chunk at all is then a decode step of pads."""
+    lengths = [chunk.rows for chunk in chunks]
+    rows, logits = sum(lengths), sum(len(chunk.logit_positions) for chunk in chunks)
+    blocks = {m: block_count(config, chunks, m) for m in sorted({*config.compress_ratios} - {0})}
+    if buckets is None:
+        return Sizes(rows, len(chunks), logits, max([0, *lengths]), blocks)
+    if rows > buckets.decode[-1] or any(length != 1 for length in lengths):
+        rows = round_up(max(rows, 1), buckets.prefill)
+        return Sizes(rows, len(chunks), logits, max(lengths), blocks)
+    rows = round_up(max(rows, 1), buckets.decode)
+    return Sizes(rows, rows, rows, 1, {m: round_up(count, buckets.blocks) for m, count in blocks.items()})
+
+
 def build_batch(
     config: V41Config,
     cache: Cache,
     chunks: Sequence[Chunk],
     *,
-    bucket: int | None = None,
+    buckets: Buckets | None = None,
     device: torch.device | str | None = None,
 ) -> Batch:
-    """The batch of `chunks`, padded to `bucket` rows if given, on the cache's device unless another is named.
+    """The batch of `chunks`, padded to `buckets` if given, on the cache's device unless another is named.
 
-    Refuses, with a type each, what the cache or the vocabulary cannot hold.
+    Pad rows and pad requests come last; they use the pad slot, and of the logits the first `len(host.logits)` rows are
+    anyone's. Refuses, with a type each, what the cache or the vocabulary cannot hold.
     """
     check_chunks(config, cache, chunks)
+    return batch_of_sizes(config, cache, chunks, sizes_of(config, chunks, buckets), device)
+
+
+def batch_of_sizes(
+    config: V41Config,
+    cache: Cache,
+    chunks: Sequence[Chunk],
+    sizes: Sizes,
+    device: torch.device | str | None = None,
+) -> Batch:
+    """The batch of legal `chunks` at `sizes` that hold them; without a chunk, pads alone."""
     lengths, bounds = [chunk.rows for chunk in chunks], [0, *accumulate(chunk.rows for chunk in chunks)]
-    rows = bounds[-1] if bucket is None else bucket
-    if rows < bounds[-1] or (rows and not chunks):
-        raise BucketTooSmall("build_batch(bucket=...)", rows=bounds[-1], bucket=rows)
+    rows, pad_requests = sizes.rows, sizes.requests - len(chunks)
     repeats = torch.tensor([*lengths, rows - bounds[-1]])
 
     def per_row(values: Iterable[int], of_pads: int = 0) -> Tensor:
@@ -147,11 +182,16 @@ def build_batch(
         lookback=lookback,
         requests=torch.where(real, group, 0),
         columns=columns,
-        first_rows=torch.tensor(bounds[:-1], dtype=torch.int64),
-        slot_of_request=torch.tensor([chunk.slot for chunk in chunks], dtype=torch.int64),
-        longest=torch.arange(max([min(rows, 1), *lengths])),  # a pad row has its place, too
-        blocks={m: torch.arange(block_count(config, chunks, m)) for m in sorted({*config.compress_ratios} - {0})},
-        logit_rows=torch.tensor([bounds[i] + p - chunks[i].start for i, p in logits], dtype=torch.int64),
+        first_rows=torch.tensor([*bounds[:-1], *[0] * pad_requests], dtype=torch.int64),
+        slot_of_request=torch.tensor(
+            [*(chunk.slot for chunk in chunks), *[cache.pad_slot] * pad_requests], dtype=torch.int64
+        ),
+        longest=torch.arange(max(sizes.longest, min(rows, 1))),  # a pad row has its place, too
+        blocks={m: torch.arange(count) for m, count in sizes.blocks.items()},
+        logit_rows=torch.tensor(
+            [*(bounds[i] + p - chunks[i].start for i, p in logits), *[0] * (sizes.logits - len(logits))],
+            dtype=torch.int64,
+        ),
         host=Host(tuple(chunks), tuple(bounds), tuple(logits), rows),
     )
     return batch.to(cache.device if device is None else device)

@@ -129,8 +129,8 @@ class TokenOutOfVocabulary(ModelError, ValueError):
     fix = "tokenize with the model's own tokenizer"
 
 
-class BucketTooSmall(ModelError, ValueError):
-    """facts: rows, bucket."""
+class LadderNotAscending(ModelError, ValueError):
+    """facts: ladder, rungs."""
 
-    found = "the chunks have {rows} rows, the bucket {bucket}"
-    fix = "choose a bucket that holds the rows; pad rows need at least one chunk beside them"
+    found = "the ladder {ladder} is {rungs!r}"
+    fix = "give a tuple of integers above 0, each larger than the one before"

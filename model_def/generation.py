@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from v41.model_def.batch import Batch, Chunk, build_batch
+from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 
@@ -79,8 +80,12 @@ def generate(
     *,
     chunk: int,
     choose: Choose = greedy,
+    buckets: Buckets | None = None,
 ) -> Iterator[Generated]:
-    """Steps until every request is finished. A prompt is read `chunk` rows at a time; `requests` grow in place."""
+    """Steps until every request is finished. A prompt is read `chunk` rows at a time; `requests` grow in place.
+
+    `buckets`: what steps are padded to; a model whose steps are captured needs them.
+    """
     waiting, slots = list(range(len(requests))), dict[int, int]()  # request -> slot
     while True:
         slots = {i: slot for i, slot in slots.items() if not requests[i].finished}
@@ -90,7 +95,7 @@ def generate(
         if not slots:
             return
         chunks = tuple(requests[i].next_chunk(slot, chunk) for i, slot in slots.items())
-        logits = forward(build_batch(config, cache, chunks), cache)
+        logits = forward(build_batch(config, cache, chunks, buckets=buckets), cache)[: len(chunks)]
         tokens: dict[int, int] = {}
         for i, part, token in zip(slots, chunks, choose(logits).tolist(), strict=True):
             requests[i].done = part.end

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from v41.model_def.attention import Attention, attend
 from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.step import plan_step
@@ -89,7 +90,8 @@ def test_each_row_finds_its_window_keys(cuts: list[int], pads: int) -> None:
     ends = sorted({*cuts, 40})
     cache, window, ring = Cache.zeros(TINY, 2, 40), TINY.sliding_window, [-1] * TINY.sliding_window
     for start, stop in zip([0, *ends], ends, strict=False):
-        batch = build_batch(TINY, cache, [Chunk([5] * 40, start, 1, stop)], bucket=stop - start + pads)
+        buckets = Buckets(decode=(1 + pads,), prefill=(max(stop - start + pads, 1),))
+        batch = build_batch(TINY, cache, [Chunk([5] * 40, start, 1, stop)], buckets=buckets)
         found = plan_step(batch, cache, window, torch.ones(1), torch.ones(1)).window
         for t, p in enumerate(range(start, stop)):
             keys = [(start + row if inside else ring[place]) for row, inside, place in zip(

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.model_def.exact import exact
-from tests.strategies.batches import Schedule, poisoned, schedules
+from tests.strategies.batches import Schedule, buckets, poisoned, schedules
 from tests.strategies.configs import configs
 from v41.model_def.batch import Chunk, build_batch, mark
+from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.errors import (
-    BucketTooSmall,
     ChunkLongerThanSlot,
     ChunkOutOfTokens,
     HitNotReplayable,
@@ -80,10 +80,10 @@ def scheduled(model: V41ForCausalLM, schedule: Schedule) -> list[Tensor]:
     cache = poisoned(model.config, schedule.slots, max(map(len, schedule.requests)))
     rows: list[list[Tensor]] = [[] for _ in schedule.requests]
     for s, chunks in enumerate(schedule.steps):
-        batch = build_batch(model.config, cache, chunks, bucket=schedule.bucket(s))
+        batch = build_batch(model.config, cache, chunks, buckets=schedule.buckets)
         with exact():
             logits = model(batch, cache)
-        for row, (chunk, position) in zip(logits, batch.host.logits, strict=True):
+        for row, (chunk, position) in zip(logits[: len(batch.host.logits)], batch.host.logits, strict=True):
             owner = rows[schedule.owners[s][chunk]]
             assert position == len(owner)
             owner.append(row)
@@ -112,24 +112,25 @@ def test_rows_of_any_model_hang_on_their_request_alone(data: st.DataObject) -> N
 
 
 @forwards
-@given(schedules(TINY.vocab_size, requests=2), st.integers(-1, 300))
-def test_pad_rows_reach_nothing(schedule: Schedule, garbage: int) -> None:
+@given(schedules(TINY.vocab_size, requests=2), st.data(), st.integers(-1, 300))
+def test_pad_rows_reach_nothing(schedule: Schedule, data: st.DataObject, garbage: int) -> None:
     """Pad rows of NaN with any numbers beside them: no slot of the cache changes, and no row's logits do."""
     model, chunks = V41ForCausalLM.random(QUICK, seed=6), schedule.steps[0]
-    start, nobody = sum(chunk.rows for chunk in chunks), QUICK.vocab_size - 1
+    rows, nobody = sum(chunk.rows for chunk in chunks), QUICK.vocab_size - 1
     model.embed.weight.data[nobody] = torch.nan
     results = []
-    for pads in (0, 3):
-        cache = Cache.zeros(QUICK, schedule.slots, 40)
-        batch = build_batch(QUICK, cache, chunks, bucket=start + pads)
+    for ladders in (None, data.draw(st.just(Buckets((rows + 2,), (rows + 3,), (30,))) | buckets())):
+        cache = poisoned(QUICK, schedule.slots, 40)
+        batch = build_batch(QUICK, cache, chunks, buckets=ladders)
         for tensor in (batch.starts, batch.stops, batch.floors, batch.late_floors, batch.hits, batch.lookback):
-            tensor[start:] = garbage
-        batch.tokens[start:] = nobody
+            tensor[rows:] = garbage
+        batch.tokens[rows:] = nobody
+        batch.first_rows[len(chunks) :] = len(batch.tokens) - 1
         with exact(), torch.no_grad():
-            logits = model(batch, cache)
+            logits = model(batch, cache)[: len(batch.host.logits)]
         live = [t[:-1] for t in (*cache.rings, *cache.tails.values())]
         stored = [t[:-1, :-1] for t in (*cache.entries.values(), *cache.index_keys.values())]
-        results.append([logits, *live, *stored])
+        results.append([t.view(torch.uint8) for t in (logits, *live, *stored)])
     assert all(map(torch.equal, *results))
 
 
@@ -137,8 +138,9 @@ def test_pad_rows_reach_nothing(schedule: Schedule, garbage: int) -> None:
 def test_fields_are_what_they_say(schedule: Schedule) -> None:
     config, order = TINY, TINY.engram_max_ngram_size
     cache = Cache.zeros(config, schedule.slots, 64)
-    for s, chunks in enumerate(schedule.steps):
-        batch, rows = build_batch(config, cache, chunks, bucket=schedule.bucket(s)), iter(range(10**6))
+    for chunks in schedule.steps:
+        batch, rows = build_batch(config, cache, chunks, buckets=schedule.buckets), iter(range(10**6))
+        real = sum(chunk.rows for chunk in chunks)
         for r, chunk in enumerate(chunks):
             assert int(batch.first_rows[r]) == batch.host.bounds[r] and int(batch.slot_of_request[r]) == chunk.slot
             for column, p in enumerate(range(chunk.start, chunk.end)):
@@ -148,11 +150,13 @@ def test_fields_are_what_they_say(schedule: Schedule) -> None:
                 assert (int(batch.requests[t]), int(batch.columns[t])) == (r, column)
                 assert (int(batch.starts[t]), int(batch.stops[t])) == (chunk.start, chunk.end)
                 assert batch.lookback[t].tolist() == [chunk.ids[p - n] if p >= n else -1 for n in range(order)]
-        pads = list(range(next(rows), schedule.bucket(s)))
-        assert len(pads) == schedule.pads[s] and batch.host.rows == len(batch.tokens) == schedule.bucket(s)
+        pads = list(range(next(rows), len(batch.tokens)))
+        assert batch.host.rows == len(batch.tokens) >= real
         assert batch.positions[pads].eq(-1).all() and batch.slots[pads].eq(cache.pad_slot).all()
         assert batch.lookback[pads].eq(-1).all()
-        assert batch.logit_rows.tolist() == list(range(len(batch.tokens) - len(pads)))
+        assert batch.logit_rows.tolist() == [*range(real), *[0] * (len(batch.logit_rows) - real)]
+        assert batch.first_rows[len(chunks) :].eq(0).all()
+        assert batch.slot_of_request[len(chunks) :].eq(cache.pad_slot).all()
         for ratio, blocks in batch.blocks.items():
             entries = len(blocks) * config.candidate_block_size
             assert entries >= config.index_topk and all(chunk.end // ratio <= entries for chunk in chunks)
@@ -162,8 +166,8 @@ def test_one_row_of_logits_a_chunk_unless_all_are_asked_for() -> None:
     cache = Cache.zeros(TINY, 4, 16)
     ids = [1] * 5
     chunks = [Chunk(ids, 0, 0), Chunk(ids, 3, 1, 3), Chunk(ids, 2, 2, every_logit=True), Chunk([1] * 9, 8, 3)]
-    batch = build_batch(TINY, cache, chunks, bucket=16)
-    assert batch.logit_rows.tolist() == [4, 5, 6, 7, 8]
+    batch = build_batch(TINY, cache, chunks, buckets=Buckets(prefill=(16,)))
+    assert len(batch.tokens) == 16 and batch.logit_rows.tolist() == [4, 5, 6, 7, 8]
     assert batch.host.logits == ((0, 4), (2, 2), (2, 3), (2, 4), (3, 8))
 
 
@@ -201,8 +205,6 @@ REFUSALS: list[tuple[type[ModelError], list[Chunk], dict[str, Any], dict[str, ob
     (ChunkOutOfTokens, [Chunk([1, 2], -1, 0, 1)], {}, {"start": -1}),
     (HitNotReplayable, [Chunk([1] * 30, 14, 0, hit=25)], {}, {"hit": 25, "ratio": 2}),
     (HitNotReplayable, [Chunk([1] * 30, 7, 0, hit=24)], {}, {"start": 7, "floor": 8}),
-    (BucketTooSmall, [Chunk([1] * 5, 0, 0)], {"bucket": 4}, {"rows": 5, "bucket": 4}),
-    (BucketTooSmall, [], {"bucket": 1}, {"rows": 0}),
 ]
 
 
@@ -261,7 +263,7 @@ def test_one_graph_for_all_sizes(config: V41Config) -> None:
         ours, eager = (run(build_batch(config, cache, chunks), cache) for run, cache in runs)
         assert torch.equal(ours, eager), lengths
     chunks = [Chunk(ids, length, slot, length + 1) for slot, length in enumerate([300, 1, 2, 3])]
-    ours, eager = (run(build_batch(config, cache, chunks, bucket=8), cache) for run, cache in runs)
+    ours, eager = (run(build_batch(config, cache, chunks, buckets=Buckets()), cache)[:4] for run, cache in runs)
     assert torch.equal(ours, eager)
     for name in ("entries", "index_keys", "tails"):
         one, other = (getattr(cache, name) for cache in caches)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
@@ -94,7 +95,8 @@ def test_no_place_that_counts_is_written_twice_in_a_step() -> None:
     model, ids = V41ForCausalLM.random(TINY, seed=4), list(range(60))
     cache = Cache.zeros(TINY, 2, 60)
     with Writes() as written:
-        model(build_batch(TINY, cache, [Chunk(ids, 3, 1, 55), Chunk(ids, 0, 0, 17)], bucket=80), cache)
+        chunks = [Chunk(ids, 3, 1, 55), Chunk(ids, 0, 0, 17)]
+        model(build_batch(TINY, cache, chunks, buckets=Buckets(prefill=(80,))), cache)
     assert len(written.places) == len(all_tensors(cache))
     for tensor, places in written.places:
         entries = any(tensor is t for kind in (cache.entries, cache.index_keys) for t in kind.values())

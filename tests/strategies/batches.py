@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from v41.model_def.batch import Chunk
+from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 
@@ -19,11 +20,8 @@ class Schedule:
     requests: tuple[list[int], ...]
     steps: tuple[tuple[Chunk, ...], ...]
     owners: tuple[tuple[int, ...], ...]  # request of each chunk
-    pads: tuple[int, ...]  # pad rows of each step
+    buckets: Buckets | None  # what each step is padded to
     slots: int
-
-    def bucket(self, step: int) -> int:
-        return sum(chunk.rows for chunk in self.steps[step]) + self.pads[step]
 
 
 @st.composite
@@ -43,8 +41,17 @@ def schedules(draw: st.DrawFn, vocabulary: int, requests: int = 3, tokens: int =
         steps.append(tuple(left[i].pop(0) for i in who))
         owners.append(tuple(who))
         left = {i: chunks for i, chunks in left.items() if chunks}
-    pads = draw(st.lists(st.integers(0, 5), min_size=len(steps), max_size=len(steps)))
-    return Schedule(tuple(ids), tuple(steps), tuple(owners), tuple(pads), len(slots))
+    return Schedule(tuple(ids), tuple(steps), tuple(owners), draw(st.none() | buckets()), len(slots))
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> Buckets:
+    """Ladders with a few rungs; some steps lie beyond the last."""
+
+    def ladder(most: int) -> tuple[int, ...]:
+        return tuple(sorted(draw(st.sets(st.integers(1, most), min_size=1, max_size=4))))
+
+    return Buckets(ladder(6), ladder(48), ladder(24))
 
 
 def poisoned(config: V41Config, slots: int, capacity: int) -> Cache:

@@ -1,0 +1,67 @@
+"""Buckets: the sizes steps are padded to, so that a few captured graphs serve all of them.
+
+    every chunk one row   rows, requests and logits to one rung of `decode`, candidate blocks to one of `blocks`
+    any other step        rows to a rung of `prefill`; the rest as it is
+    beyond the last rung  as it is
+
+Such a decode step is captured whole, once for each pair of rungs. In any other step only the work that depends on rows
+alone is captured; requests, the longest chunk and the context matter to what runs between, where padding would cost
+work and save nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from v41.model_def.errors import LadderNotAscending
+
+
+def rows_of_prefill(most: int) -> tuple[int, ...]:
+    """Multiples of 128, then of an eighth of the power of two below: at most an eighth of a larger step is padding."""
+    rungs = [128]
+    while rungs[-1] < most:
+        rungs.append(rungs[-1] + max(128, (1 << rungs[-1].bit_length() - 1) // 8))
+    return tuple(rungs)
+
+
+def half_octaves(most: int) -> tuple[int, ...]:
+    """1, 2, 3, 4, 6, 8, 12, ...: at most a third is padding, and half of a rung is one."""
+    return tuple(sorted({1, *(part << k for part in (2, 3) for k in range(most.bit_length()) if part << k <= most)}))
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Three ladders, each ascending and above 0; LadderNotAscending otherwise. Defaults: 256 rows of decode, prefill in
+    steps of up to 8192 rows, contexts up to a million tokens."""
+
+    decode: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
+    prefill: tuple[int, ...] = rows_of_prefill(8192)
+    blocks: tuple[int, ...] = half_octaves(1 << 15)
+
+    def __post_init__(self) -> None:
+        for name in ("decode", "prefill", "blocks"):
+            rungs = getattr(self, name)
+            if not rungs or list(rungs) != sorted({*rungs}) or not all(type(n) is int and n > 0 for n in rungs):
+                raise LadderNotAscending(f"Buckets({name}=...)", ladder=name, rungs=rungs)
+
+    def ladder(self, size: str) -> tuple[int, ...] | None:
+        """What a size of a Batch may be after padding, by the name that Batch marks it with; None if it is not padded.
+
+        "rows" and "logits" know both kinds of step.
+        """
+        if size.startswith("blocks of ratio "):
+            return self.blocks
+        both = tuple(sorted({*self.decode, *self.prefill}))
+        return {"rows": both, "logits": self.decode, "requests": self.decode, "longest": (1,)}.get(size)
+
+    @property
+    def whole(self) -> dict[str, int]:
+        """Up to which sizes a step is captured whole: a decode step."""
+        return {"rows": self.decode[-1], "longest": 1}
+
+
+def round_up(size: int, ladder: tuple[int, ...]) -> int:
+    """The first rung that holds `size`; `size` itself beyond the last."""
+    i = bisect_left(ladder, size)
+    return ladder[i] if i < len(ladder) else size
