@@ -94,6 +94,7 @@ class Plan:
     pieces: tuple[Piece, ...]
     sizes: dict[str, str] = field(default_factory=dict)  # symbol of the inputs -> its name: {"u0": "rows"}
     buckets: dict[str, tuple[int, ...]] = field(default_factory=dict)  # name of a size -> the values it is padded to
+    whole: dict[str, int] = field(default_factory=dict)  # name of a size -> up to which a step is captured whole
     buffers: dict[str, Buffer] = field(default_factory=dict)  # one for every tensor of `values`
     events: tuple[Event, ...] = ()  # none where all pieces are on one stream
 
