@@ -30,6 +30,7 @@ def add_inspect(command: argparse.ArgumentParser) -> None:
     command.description = "Captures a preset on tensors without storage, runs the passes, and shows what each layer is."
     command.add_argument("--preset", default="tiny", metavar="NAME", help="tiny, bench or flash (tiny)")
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers alone")
+    command.add_argument("--against", type=Path, metavar="FILE", help="show what differs from what --json wrote there")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
 
 

@@ -6,21 +6,26 @@
     #1     mhc_boundary  streams=4 hidden=5120 ...  in layers 0              one line for each set of attributes
     refused  outline_mhc in layer 23: "the carried pre comes from an earlier boundary", broken by one_hot
              model_def/model.py:97  A = one_hot(0, S).expand(T, S)
+
+With --against it prints what differs from an inspection saved before.
 """
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from v41.errors import NoInspection
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.regions import Region
 from v41.tools.inspect import Inspection, LayerView, capture, first_layers, layers, role
+from v41.tools.inspect_changes import LayerValues, changes
 from v41.tools.report_view import add, as_json, show, table
 
 WIDTH = 120
@@ -31,13 +36,34 @@ def inspect_command(arguments: Namespace) -> int:
     console.width = max(console.width, WIDTH)
     config = V41Config.preset(arguments.preset)
     config = first_layers(config, arguments.layers or config.num_hidden_layers)
+    saved = saved_layers(arguments.against) if arguments.against else None
     with console.status("capture"):
         inspection = capture(lambda: V41ForCausalLM(config))
+    told = values(inspection)
     if arguments.json:
-        print(json.dumps(values(inspection), indent=1))
-    else:
+        print(json.dumps(told, indent=1))
+    elif saved is None:
         show_inspection(console, inspection)
-    return 0
+    return 0 if saved is None else show_changes(console, saved, told["layers"])
+
+
+def show_changes(console: Console, before: list[LayerValues], now: list[LayerValues]) -> int:
+    """Prints what differs, and returns the exit code: 1 where something does."""
+    found = changes(before, now)
+    for layer, text in found:
+        console.print(Text(f"layer {'-' if layer is None else layer:<3} {text}"), soft_wrap=True)
+    if not found:
+        console.print("nothing differs")
+    return 1 if found else 0
+
+
+def saved_layers(path: Path) -> list[LayerValues]:
+    """The layers in a file that `v41 inspect --json` wrote."""
+    try:
+        saved: list[LayerValues] = json.loads(path.read_text())["layers"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NoInspection(str(path), reason=f"{type(error).__name__}: {error}") from error
+    return saved
 
 
 def show_inspection(console: Console, inspection: Inspection) -> None:

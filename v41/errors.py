@@ -69,6 +69,13 @@ class KernelDoesNotCompile(V41Error):
     fix = "the error names the line of the kernel; a generated kernel that fails is a bug of its generator"
 
 
+class BodyNotKept(V41Error):
+    """No facts."""
+
+    found = "the ATen graph of a piece that came from the cache was asked for, and is not kept there"
+    fix = 'compile with options={"cache": False}'
+
+
 class BenchNeedsGPU(V41Error):
     """facts: found."""
 
@@ -76,8 +83,22 @@ class BenchNeedsGPU(V41Error):
     fix = "run it where torch.cuda.is_available() is true"
 
 
+class NoInspection(V41Error):
+    """facts: reason."""
+
+    found = "the file holds no inspection to compare with: {reason}"
+    fix = "make one: v41 inspect --preset NAME --json > FILE"
+
+
 class InvariantBroken(V41Error):
     """facts: run (the pass), rule, node, detail."""
 
     found = "pass {run} left a program in which a rule is broken: it {rule}; {node}: {detail}"
     fix = "correct the pass; meanwhile the program compiles without it"
+
+
+class PlanBroken(V41Error):
+    """facts: rule, first, second (pieces, or "start" or "end"), detail."""
+
+    found = "a plan breaks a rule: it {rule}; {first} and {second}: {detail}"
+    fix = "correct what wrote the plan (partition, or who moved pieces to streams); nothing of it has run"

@@ -3,97 +3,102 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from torch import Tensor
 
 from tests.strategies.configs import configs
-from v41.model_def.batch import Batch
-from v41.model_def.cache import Cache
+from tests.tools.perturbed import Build, plain, with_a_reader, with_numbers, with_two_collapses
 from v41.model_def.config import PRESETS, V41Config
-from v41.model_def.mhc import boundary, coefficients, collapse, entry_streams, post
-from v41.model_def.model import V41ForCausalLM
-from v41.model_def.step import plan_step
-from v41.regions import Region
 from v41.tools.cli import main
-from v41.tools.inspect import capture, first_layers, layers, role
+from v41.tools.inspect import capture, first_layers, role
+from v41.tools.inspect_changes import changes
+from v41.tools.inspect_command import values
 
-PERTURBED = 2
 
-
-def config() -> V41Config:
+def small() -> V41Config:
     """Readers behind a source, two of them like the perturbed one."""
     plan = dict(num_hidden_layers=4, compress_ratios=(1,) * 4, kv_source_layer_ids=(0,), index_source_layer_ids=(0,),
                 candidate_source_layer_id=None, engram_layer_ids=(), engram_num_embeddings=())  # fmt: skip
     return V41Config(**PRESETS["tiny"] | plan)
 
 
-class Leaky(V41ForCausalLM):
-    """In one layer, what the streams collapse to in front of the experts is read again at the end."""
-
-    def forward(self, batch: Batch, cache: Cache) -> Tensor:
-        step = plan_step(batch, cache, self.config.sliding_window, self.window_freqs, self.compressed_freqs)
-        X, A = entry_streams(self.embed(batch.tokens), self.config.hc_mult)
-        y = B = C = selection = kept = None
-        for number, layer in enumerate(self.layers):
-            X, x, A, C, B = boundary(X, y, C, B, A, layer.attn_mix)
-            y, selection = layer.attn(x, step, selection)
-            mix, X = layer.ffn_mix, post(X, y, C, B)
-            h = collapse(X, A)
-            kept = h if number == PERTURBED else kept
-            x, (A, C, B) = mix.norm(h), coefficients(X, mix)
-            y = layer.ffn(x)
-        assert kept is not None
-        return self.head(self.norm(collapse(post(X, y, C, B), A)) + kept)
+SIZES = {"small": (small(), 2), "flash": (V41Config.preset("flash"), 23)}  # the model, the layer that is perturbed
 
 
-def found(model: Callable[[], V41ForCausalLM]) -> list[list[Region]]:
-    """The regions of each layer."""
+def found(build: Build) -> list[dict[str, Any]]:
+    """What each layer is, as --json says it."""
     torch._dynamo.reset()
-    inspection = capture(model)
+    inspection = capture(build)
     assert [run.failure for run in inspection.report.passes if run.failure] == []
-    return [view.regions for view in layers(inspection) if view.layer is not None]
+    told: list[dict[str, Any]] = values(inspection)["layers"]
+    return told
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[list[Region]]:
-    return found(lambda: V41ForCausalLM(config()))
+class Perturbed:
+    """A model, one of its layers, and what the compiler finds in it as it is."""
+
+    def __init__(self, config: V41Config, at: int) -> None:
+        self.config, self.at = config, at
+        self.before = found(plain(config))
+
+    def changes(self, build: Build, *, ends: bool = False) -> list[str]:
+        """What differs in the perturbed layer. Nothing may elsewhere, save work at the end where `ends`."""
+        found_here = changes(self.before, found(build))
+        others = [text for layer, text in found_here if layer != self.at]
+        assert others == (["1 of 3 pieces became 1 others"] if ends else [])
+        assert {layer for layer, _ in found_here} == {self.at} | ({None} if ends else set())
+        return [text for layer, text in found_here if layer == self.at]
 
 
-def changed(**changes: float) -> Callable[[], V41ForCausalLM]:
-    def build() -> V41ForCausalLM:
-        model = V41ForCausalLM(config())
-        model.layers[PERTURBED].config = config().replace(**changes)  # type: ignore[index]
-        return model
-
-    return build
+@pytest.fixture(scope="module", params=SIZES)
+def model(request: pytest.FixtureRequest) -> Perturbed:
+    return Perturbed(*SIZES[request.param])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "attribute", "value"),
-    [({"hc_eps": 1e-3}, "eps", 1e-3), ({"hc_sinkhorn_iters": 7}, "steps", 13)],
-    ids=["eps", "iterations"],
-)
-def test_a_number_of_one_layer_shows_at_its_sites_alone(
-    plain: list[list[Region]], changes: dict[str, float], attribute: str, value: float
-) -> None:
-    regions = found(changed(**changes))
-    assert [i for i, (old, new) in enumerate(zip(plain, regions, strict=True)) if old != new] == [PERTURBED]
-    assert len(regions[PERTURBED]) == len(plain[PERTURBED]) == 2
-    assert all(region.attrs["sinkhorn"][attribute] == value for region in regions[PERTURBED])
+BOTH, ITS = ("mhc_boundary 1 of 2", "mhc_boundary 2 of 2"), "sinkhorn {'first_axis': -2, 'steps': 39, 'eps': 1e-06}"
 
 
 @pytest.mark.slow
-def test_another_reader_shows_at_the_site_it_reads_from_alone(plain: list[list[Region]]) -> None:
-    regions = found(lambda: Leaky(config()))
-    assert [i for i, (old, new) in enumerate(zip(plain, regions, strict=True)) if old != new] == [PERTURBED]
-    (_, was), (same, now) = plain[PERTURBED], regions[PERTURBED]
-    assert same == plain[PERTURBED][0] and now != was
-    assert set(now.attrs["outputs"]) - set(was.attrs["outputs"]) == {"extra"}
+def test_another_eps_shows_at_the_two_sites_of_the_layer(model: Perturbed) -> None:
+    assert model.changes(with_numbers(model.config, model.at, hc_eps=1e-3)) == [
+        *(
+            f"{site}: {was} -> {now}"
+            for site in BOTH
+            for was, now in (
+                ("pre (1.0, 1e-06)", "(1.0, 0.001)"),
+                ("head ('softmax', -1, 1e-06)", "('softmax', -1, 0.001)"),
+                (ITS, "{'first_axis': -2, 'steps': 39, 'eps': 0.001}"),
+            )
+        ),
+        "2 of 4 pieces became 2 others",
+    ]
+
+
+@pytest.mark.slow
+def test_other_iterations_show_at_the_two_sites_of_the_layer(model: Perturbed) -> None:
+    assert model.changes(with_numbers(model.config, model.at, hc_sinkhorn_iters=7)) == [
+        *(f"{site}: {ITS} -> {{'first_axis': -2, 'steps': 13, 'eps': 1e-06}}" for site in BOTH),
+        "2 of 4 pieces became 2 others",
+    ]
+
+
+@pytest.mark.slow
+def test_another_reader_shows_at_the_site_it_reads_from_alone(model: Perturbed) -> None:
+    names, *rest = model.changes(with_a_reader(model.config, model.at), ends=True)
+    five = "'input', 'pre', 'post', 'comb')"
+    assert names == f"mhc_boundary 2 of 2: outputs ('streams', {five} -> ('streams', 'extra', {five}"
+    assert [text.split(":")[0] for text in rest[:-1]] == [BOTH[1]] * 2  # which outputs each cone has
+    assert rest[-1] == "1 of 4 pieces became 1 others"
+
+
+@pytest.mark.slow
+def test_a_second_collapse_is_refused_at_its_site_alone(model: Perturbed) -> None:
+    lost, refused, _ = model.changes(with_two_collapses(model.config, model.at), ends=True)
+    assert lost == "regions: mhc_boundary, mhc_boundary -> mhc_boundary, sinkhorn"
+    assert refused.startswith('newly refused: "the streams are collapsed once, for one norm"  ')
 
 
 @pytest.mark.slow
@@ -114,4 +119,3 @@ def test_a_cut_keeps_its_layers(whole: V41Config) -> None:
         cut = first_layers(whole, count)
         assert cut.roles == whole.roles[:count]
         assert cut.boundary_sites().coefficient_sites == 2 * count
-
