@@ -368,3 +368,30 @@ def content_of(constant: Tensor) -> bytes | None:
 def memory_of(value: Tensor) -> object:
     """Equal for tensors that share memory, fake ones too."""
     return value.untyped_storage()._cdata
+
+
+def addresses_of(values: Sequence[Any], places: Sequence[int]) -> list[int | None]:
+    """The address of the tensor at each of `places`, None elsewhere: what `same_addresses` compares with."""
+    found: list[int | None] = [None] * len(values)
+    for place in places:
+        found[place] = values[place].data_ptr()
+    return found
+
+
+def same_addresses(values: list[Any], addresses: list[int | None], places: list[int]) -> bool:
+    """Whether the tensors at `places` still lie at `addresses`. False for no addresses."""
+    if len(addresses) != len(values):
+        return False
+    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # a loop in C++, in CUDA builds
+    if compare is not None:
+        return bool(compare(values, addresses, places))
+    return all(values[place].data_ptr() == addresses[place] for place in places)
+
+
+def without_ownership(value: Tensor) -> Tensor:
+    """A tensor of the same memory that does not keep it: for memory that something else keeps, a graph's pool."""
+    owner = value.untyped_storage()
+    construct = torch._C._construct_storage_from_data_pointer
+    borrowed = construct(owner.data_ptr(), value.device, owner.nbytes())
+    empty = torch.empty(0, dtype=value.dtype, device=value.device)
+    return empty.set_(borrowed, value.storage_offset(), value.shape, value.stride())

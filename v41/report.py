@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -49,6 +49,32 @@ class PassRun:
 
 
 @dataclass
+class Captures:
+    """What became of the steps of one compiled graph, counted while it runs."""
+
+    captured: list[str] = field(default_factory=list)  # graphs made: "rows=8 requests=8 ...", "rows=128 segment_3"
+    replays: int = 0  # steps that were one graph
+    segment_replays: int = 0  # graphs replayed in steps that were captured in segments
+    piecewise: dict[str, int] = field(default_factory=dict)  # why a step was not one graph -> steps in segments
+    uncaptured: dict[str, int] = field(default_factory=dict)  # why a step was captured not at all -> steps
+    warm_ups: int = 0  # steps that ran uncaptured since their sizes or addresses were new
+    dropped: list[str] = field(default_factory=list)  # graphs that found an input at another address
+    errors: list[str] = field(default_factory=list)  # captures that raised; these sizes run uncaptured
+    host_ns: int = 0  # time on the host in `replays` steps, from the inputs to the results
+    pool_bytes: Callable[[], int] = field(default=lambda: 0, repr=False)  # device memory of all graphs together
+
+    @property
+    def host_us(self) -> float | None:
+        """Mean µs on the host of a step that was one graph; None before the first."""
+        return self.host_ns / self.replays / 1e3 if self.replays else None
+
+    def failed(self, name: str, error: Exception) -> None:
+        """Notes what a capture raised, by its first line."""
+        first = (str(error).strip() or "no message").splitlines()[0]
+        self.errors.append(f"{name}: {type(error).__name__}: {first}")
+
+
+@dataclass
 class CompileReport:
     """One compiled graph: effective options with who set them, passes, pieces, and all that did not go as intended."""
 
@@ -62,6 +88,7 @@ class CompileReport:
     recompiles: int = 0  # how often Dynamo had compiled this function before
     seconds: dict[str, float] = field(default_factory=dict)  # phase -> wall time
     plan: Plan | None = field(default=None, repr=False)  # what runs
+    captures: Captures | None = None  # what it does at run time; None where nothing is captured
     program: str | None = field(default=None, repr=False)  # before the first pass, where `collect(programs=True)` asked
 
 

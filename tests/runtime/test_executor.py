@@ -35,7 +35,7 @@ PLAN = Plan(
 
 
 def test_the_source_is_flat_and_frees_after_the_last_use() -> None:
-    assert source(PLAN).splitlines() == [
+    assert source(PLAN.inputs, PLAN.pieces, PLAN.outputs).splitlines() == [
         "def run(inputs):",
         "    a, b, unused = inputs",
         "    inputs.clear()",

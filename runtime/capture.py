@@ -1,0 +1,99 @@
+"""capture: a run is recorded once and repeated without Python, as a CUDA graph. Two calls, so tests can stand in.
+
+    results = graphs.warm_up(run)                  uncaptured, on the stream that captures: workspaces, lazy compilation
+    graph, results = graphs.capture(run, borders)  `run(buffers)` is recorded, not executed
+    copy the borders into graph.buffers; graph.replay()  ->  graph.results
+
+All graphs share one pool of memory. A graph may overwrite whatever in the pool nobody held when it was captured, so the
+results that `capture` returns are held as long as a later capture must not touch them, and `graph.results` are the
+same memory without holding it: to be read before anything replays that was captured after they were let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from v41._compat import without_ownership
+
+Result = TypeVar("Result")
+
+
+class Graph(Protocol):
+    """One recorded run."""
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """Where the borders are copied before a replay."""
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What the run returned, tensors without ownership of their memory."""
+
+    def replay(self) -> None:
+        """Runs it again, on the current stream."""
+
+
+class Graphs(Protocol):
+    """Records runs."""
+
+    def warm_up(self, run: Callable[[], Result]) -> Result:
+        """Runs it for its results, as a capture would find the device."""
+
+    def capture(
+        self, run: Callable[[Sequence[Tensor]], tuple[Any, ...]], borders: Sequence[Tensor]
+    ) -> tuple[Graph, tuple[Any, ...]]:
+        """Records `run` on buffers like `borders`. What it raises goes through; nothing was executed then."""
+
+    def pool_bytes(self) -> int:
+        """Device memory that all graphs hold together."""
+
+
+@dataclass(frozen=True)
+class CudaGraph:
+    graph: torch.cuda.CUDAGraph
+    buffers: tuple[Tensor, ...]
+    results: tuple[Any, ...]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class CudaGraphs:
+    """CUDA graphs of one device, captured on one stream into one pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], Result]) -> Result:
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            results = run()
+        current.wait_stream(self.stream)
+        return results
+
+    def capture(
+        self, run: Callable[[Sequence[Tensor]], tuple[Any, ...]], borders: Sequence[Tensor]
+    ) -> tuple[CudaGraph, tuple[Any, ...]]:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what other threads do meanwhile (a data loader, a profiler) is no part of this step
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            buffers = tuple(torch.empty_like(border) for border in borders)
+            results = run(buffers)
+        return CudaGraph(graph, borrowed(buffers), borrowed(results)), results
+
+    def pool_bytes(self) -> int:
+        blocks = torch.cuda.memory_snapshot()
+        return sum(b["total_size"] for b in blocks if tuple(b.get("segment_pool_id", ())) == tuple(self.pool))
+
+
+def borrowed(values: Sequence[Any]) -> tuple[Any, ...]:
+    """The same values, tensors without ownership of their memory."""
+    with torch.inference_mode(False):  # a later step may run outside of that mode
+        return tuple(without_ownership(value) if isinstance(value, Tensor) else value for value in values)

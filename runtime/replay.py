@@ -1,0 +1,174 @@
+"""replay: a Plan runs captured where its sizes lie on their ladders, whole or in segments, and uncaptured elsewhere.
+
+    every size on a rung, none above Plan.whole    one graph a set of sizes      decode
+    else, the size of the segments on a rung       a graph a segment and rung    prefill
+    else                                           uncaptured, and the log says which size lies where
+
+A step of sizes seen for the first time runs uncaptured, on the stream that will capture: that is its warm-up, so it
+changes caches once. The second time it is captured, then replayed. Inputs whose shape has a symbol are copied into
+static buffers, all others must lie where they lay: another address drops the graph, and the step warms up again. What
+raises during a capture runs uncaptured from then on. Results are copies, for the next replay overwrites what they are
+copied from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from v41._compat import addresses_of, same_addresses
+from v41.plan import Plan
+from v41.report import Captures
+from v41.runtime.capture import Graph, Graphs
+from v41.runtime.chain import Chain
+from v41.runtime.executor import Artifact, Run, executor
+from v41.runtime.segments import segments
+from v41.runtime.static_inputs import StaticInputs, copies, dimensions, symbolic, uncopyable, with_copies
+
+
+class Replayer:
+    """The boxed function that runs a plan, captured where it can be. One call at a time."""
+
+    _boxed_call = True
+
+    def __init__(self, plan: Plan, artifacts: Mapping[str, Artifact], graphs: Graphs, log: Captures) -> None:
+        self.plan, self.artifacts, self.graphs, self.log = plan, artifacts, graphs, log
+        self.plain = executor(plan, artifacts)
+        self.segments = segments(plan)
+        self.moving = [i for i, name in enumerate(plan.inputs) if symbolic(plan.values[name])]
+        self.fixed = [i for i, n in enumerate(plan.inputs) if "[" in plan.values[n] and i not in set(self.moving)]
+        self.static = StaticInputs(plan)
+        self.symbols = {symbol: place_of(plan, symbol) for symbol in plan.sizes}
+        self.places = list(self.symbols.values())
+        self.never = never_whole(plan)
+        self.wholes: dict[tuple[int, ...], Whole] = {}
+        self.chains: dict[int, Chain] = {}
+        self.lock = Lock()
+
+    def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
+        start = time.perf_counter_ns()
+        with self.lock:
+            whole = self.wholes.get(self._key(inputs))
+            if whole is None:
+                return self._choose(inputs)(inputs)
+            replays, results = self.log.replays, whole(inputs)
+            if self.log.replays > replays:
+                self.log.host_ns += time.perf_counter_ns() - start
+            return results
+
+    def _key(self, inputs: list[Any]) -> tuple[int, ...]:
+        return tuple([inputs[i] if axis is None else inputs[i].shape[axis] for i, axis in self.places])
+
+    def _choose(self, inputs: list[Any]) -> Run:
+        """How a step of sizes that have no graph of their own runs."""
+        plan, key = self.plan, self._key(inputs)
+        sizes = dict(zip((plan.sizes[symbol] for symbol in self.symbols), key, strict=True))
+        crooked = next((plan.inputs[i] for i in self.moving if not inputs[i].is_contiguous()), None)
+        if crooked is not None:
+            return self._uncaptured(f"input {crooked} is not contiguous")
+        reason = self.never or off_ladder(plan, sizes)
+        if reason is None:
+            whole = self.wholes[key] = Whole(self, label(sizes))
+            return whole
+        size = next((segment.size for segment in self.segments if segment.captured), None)
+        if size is None or sizes.get(size) not in plan.buckets[size]:
+            return self._uncaptured(reason)
+        self.log.piecewise[reason] = self.log.piecewise.get(reason, 0) + 1
+        if sizes[size] not in self.chains:
+            self.chains[sizes[size]] = Chain(self, f"{size}={sizes[size]}")
+        return self.chains[sizes[size]]
+
+    def _uncaptured(self, reason: str) -> Run:
+        self.log.uncaptured[reason] = self.log.uncaptured.get(reason, 0) + 1
+        return self.plain
+
+
+def place_of(plan: Plan, symbol: str) -> tuple[int, int | None]:
+    """Where a step's inputs say what `symbol` is: the place of an int, or of a tensor and which of its sizes."""
+    specs = [plan.values[name] for name in plan.inputs]
+    if f"int {symbol}" in specs:
+        return specs.index(f"int {symbol}"), None
+    return next((i, sizes.index(symbol)) for i, spec in enumerate(specs) if symbol in (sizes := dimensions(spec) or ()))
+
+
+def never_whole(plan: Plan) -> str | None:
+    """Why no step of `plan` can be one graph; None where one can."""
+    for piece in plan.pieces:
+        if piece.uncapturable is not None:
+            return f"{piece.name} cannot be captured: {piece.uncapturable}"
+    for name in plan.inputs:
+        kind, _, symbol = plan.values[name].partition(" ")
+        if kind in ("int", "float", "SymInt", "SymFloat") and symbol not in plan.sizes:
+            return f"input {name} is the number {plan.values[name]}, which names no size"
+    copied = [name for name in plan.inputs if symbolic(plan.values[name])]
+    return next(filter(None, (uncopyable(plan, name) for name in copied)), None)
+
+
+def off_ladder(plan: Plan, sizes: Mapping[str, int]) -> str | None:
+    """Which size keeps a step from being one graph, and why; None where none does."""
+    for name, size in sizes.items():
+        if name not in plan.buckets:
+            return f"{name} has no buckets"
+        if size > plan.whole.get(name, size):
+            return f"{name} above {plan.whole[name]}"
+        if size not in plan.buckets[name]:
+            return f"{name}={size} is in no bucket"
+    return None
+
+
+def label(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+class Whole:
+    """A step of one set of sizes as one graph."""
+
+    def __init__(self, owner: Replayer, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.graph: Graph | None = None
+        self.addresses: list[int | None] = []  # of the inputs when it warmed up
+        self.views: list[Tensor] = []
+        self.failed = False
+
+    def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
+        owner = self.owner
+        if not same_addresses(inputs, self.addresses, owner.fixed):
+            return self._warm_up(inputs)
+        if self.failed or (self.graph is None and not self._capture(inputs)):
+            return owner.plain(inputs)
+        assert self.graph is not None
+        if self.views:
+            torch._foreach_copy_(self.views, [inputs[i] for i in owner.moving])
+        inputs.clear()
+        self.graph.replay()
+        owner.log.replays += 1
+        return copies(self.graph.results)
+
+    def _warm_up(self, inputs: list[Any]) -> tuple[Any, ...]:
+        owner = self.owner
+        if self.graph is not None:
+            self.graph = None
+            owner.log.dropped.append(self.name)
+        self.views = owner.static.views(inputs, owner.moving)
+        static = with_copies(inputs, owner.moving, self.views)
+        self.addresses = addresses_of(static, owner.fixed)
+        inputs.clear()
+        owner.log.warm_ups += 1
+        return copies(owner.graphs.warm_up(lambda: owner.plain(static)))
+
+    def _capture(self, inputs: list[Any]) -> bool:
+        owner = self.owner
+        static = with_copies(inputs, owner.moving, self.views)
+        try:
+            self.graph, _ = owner.graphs.capture(lambda _: owner.plain(list(static)), ())
+        except Exception as error:
+            self.failed = True
+            owner.log.failed(self.name, error)
+            return False
+        owner.log.captured.append(self.name)
+        return True
