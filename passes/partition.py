@@ -1,64 +1,64 @@
-"""partition: one functional graph becomes a Plan of pieces, cut where the same work comes again.
+"""partition: one graph becomes a Plan of pieces, cut where the same work comes again and where capture breaks.
 
     before   a, b, [region of a cut kind], c, d, [region of a cut kind], e
     after    piece_0: a, b    piece_1: the region    piece_2: c, d    piece_3: the region    piece_4: e
 
-A run of neighbouring regions of the given kinds is a piece, what lies between two runs is another. A graph without
-such a region is one piece. Nodes keep their order, so writes, collectives and random numbers do. Between pieces pass
-tensors and ints, exactly those that live. Three kinds of nodes never cross, each piece that needs them has its own:
-constants, arithmetic on sizes, and views of a written input, so that inside a piece everybody sees which memory is
-written.
+Where a piece begins, and which nodes may move into a later one, is told in borders.py. A graph that gives no reason to
+cut is one piece. Between pieces pass tensors and ints, exactly those that live. Three kinds of nodes never cross, each
+piece that needs them has its own: constants, arithmetic on sizes, and views of a written input, so that inside a piece
+everybody sees which memory is written.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from v41._compat import symbols_of
+from v41._compat import lazy_graph_module
 from v41.passes.analysis.effects import bases, effect_of, viewed_args, written_inputs
+from v41.passes.analysis.sizes import NodeSizes, size_names
+from v41.passes.borders import Draft, Drafts, Judge, Kind, judge
+from v41.passes.buffers import buffers
 from v41.passes.structure import structure_key
 from v41.plan import Piece, Plan, spec
-from v41.regions import is_region, region_of
+from v41.regions import is_region
 from v41.report import source_of
 
 
-@dataclass
-class Draft:
-    """A piece in the making: why it begins, its own nodes, those with its copies of shared ones, what it reads."""
+def partition(
+    gm: GraphModule, *, cut_at: Collection[str] = (), along: str | None = None, called: Mapping[str, str] | None = None
+) -> Plan:
+    """The Plan of `gm`, which stays as it is.
 
-    border: str
-    own: list[Node]
-    nodes: list[Node]
-    reads: list[Node]
-
-
-def partition(gm: GraphModule, *, cut_at: Collection[str] = ()) -> Plan:
-    """The Plan of `gm`, which stays as it is. `cut_at`: the region kinds that become pieces of their own."""
+    cut_at: the region kinds that become pieces of their own. along: the name of the size whose work lies apart from
+    work with others. called: input -> what the user calls it, for naming sizes.
+    """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    outputs = _outputs(gm)
-    copied = _copied(gm)
-    drafts = _drafts(gm, cut_at, copied)
+    inputs = [node for node in order if node.op == "placeholder"]
+    outputs, copied = _outputs(gm), _copied(gm)
+    judged = judge(gm, cut_at, along, size_names(gm, called or {}))
+    drafts = _drafts(gm, judged, copied)
     late = [node for node in dict.fromkeys(outputs) if isinstance(node, Node) and node in copied]
     if late:  # views of written inputs and sizes that the graph returns are taken at its end
-        drafts = drafts or [Draft("start of the graph", [], [], [])]
+        drafts = drafts or [Draft("start of the graph", Kind.EVEN, [])]
         drafts[-1].own += late
+    ints = {str(node.meta["val"]): node for node in inputs if isinstance(node.meta.get("val"), SymInt)}
     for draft in drafts:
         draft.nodes = sorted(_with_copies(draft.own, copied), key=order.__getitem__)
         draft.reads = _reads(draft.nodes)
-        draft.reads += _unbound_symbols(draft, order)
-    pieces, returned = _pieces(gm, drafts, outputs)
-    inputs = [node for node in order if node.op == "placeholder"]
-    return Plan(
+        draft.reads += _unbound_symbols(draft, ints, judged.sizes)
+    pieces, returned = _pieces(gm, drafts, outputs, judged)
+    plan = Plan(
         inputs=tuple(node.name for node in inputs),
         outputs=tuple(node.name if isinstance(node, Node) else node for node in outputs),  # type: ignore[misc]
         values={node.name: spec(node.meta.get("val")) for node in (*inputs, *returned)},
         pieces=tuple(pieces),
+        sizes=judged.names,
     )
+    return replace(plan, buffers=buffers(plan, {node.name: node.meta.get("val") for node in (*inputs, *returned)}))
 
 
 def _outputs(gm: GraphModule) -> tuple[object, ...]:
@@ -82,31 +82,12 @@ def _copied(gm: GraphModule) -> dict[Node, None]:
     return found
 
 
-def _drafts(gm: GraphModule, cut_at: Collection[str], copied: dict[Node, None]) -> list[Draft]:
-    drafts: list[Draft] = []
-    home: dict[Node, Draft] = {}
-    cutting = False  # whether the last draft is a run of regions
+def _drafts(gm: GraphModule, judged: Judge, copied: dict[Node, None]) -> list[Draft]:
+    drafts = Drafts(judged, copied)
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output") or node in copied:
-            continue
-        if node.target is operator.getitem and node.all_input_nodes[0] in home:
-            draft = home[node.all_input_nodes[0]]  # with the call it takes apart
-        else:
-            cuts = is_region(node) and region_of(node).kind in cut_at
-            if not drafts or cuts != cutting:
-                why = (
-                    f"region {region_of(node).kind}"
-                    if cuts
-                    else f"end of {drafts[-1].border}"
-                    if drafts
-                    else "start of the graph"
-                )
-                drafts.append(Draft(why, [], [], []))
-                cutting = cuts
-            draft = drafts[-1]
-        draft.own.append(node)
-        home[node] = draft
-    return drafts
+        if node.op not in ("placeholder", "output") and node not in copied:
+            drafts.add(node)
+    return drafts.finish()
 
 
 def _with_copies(nodes: Iterable[Node], copied: dict[Node, None]) -> dict[Node, None]:
@@ -127,34 +108,19 @@ def _reads(nodes: list[Node]) -> list[Node]:
     return list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in inside))
 
 
-def _unbound_symbols(draft: Draft, order: dict[Node, int]) -> list[Node]:
-    """Int inputs of the graph that name a symbol of this piece which no tensor it reads has alone as a size."""
-    used: dict[str, None] = {}
+def _unbound_symbols(draft: Draft, ints: dict[str, Node], sizes: NodeSizes) -> list[Node]:
+    """The int inputs whose symbol this piece uses and no tensor that it reads has alone as a size."""
+    used = {symbol: None for node in (*draft.reads, *draft.nodes) for symbol in sizes.made(node)}
     bound = set()
-    for node in (*draft.reads, *draft.nodes):
-        value = node.meta.get("val")
-        sizes = (
-            [value]
-            if isinstance(value, SymInt)
-            else [*value.shape, *value.stride()]
-            if isinstance(value, Tensor)
-            else []
-        )
-        used |= dict.fromkeys(
-            symbol for size in sizes if isinstance(size, SymInt) for symbol in sorted(symbols_of(size))
-        )
-        if node in draft.reads:
-            bare = [value] if isinstance(value, SymInt) else value.shape if isinstance(value, Tensor) else []
-            bound |= {str(size) for size in bare if isinstance(size, SymInt)}
-    ints = {
-        str(node.meta["val"]): node
-        for node in order
-        if node.op == "placeholder" and isinstance(node.meta.get("val"), SymInt)
-    }
+    for value in (node.meta.get("val") for node in draft.reads):
+        bare = value.shape if isinstance(value, Tensor) else (value,)
+        bound |= {str(size) for size in bare if isinstance(size, SymInt)}
     return [ints[symbol] for symbol in used if symbol not in bound and symbol in ints]
 
 
-def _pieces(gm: GraphModule, drafts: list[Draft], outputs: tuple[object, ...]) -> tuple[list[Piece], list[Node]]:
+def _pieces(
+    gm: GraphModule, drafts: list[Draft], outputs: tuple[object, ...], judged: Judge
+) -> tuple[list[Piece], list[Node]]:
     """The pieces in order and every value they return. Backwards, for what lives after a piece must be known."""
     live = {node for node in outputs if isinstance(node, Node)}
     kept: list[tuple[Draft, list[Node], list[str]]] = []
@@ -164,11 +130,11 @@ def _pieces(gm: GraphModule, drafts: list[Draft], outputs: tuple[object, ...]) -
             live.difference_update(returns)
             kept.append((draft, returns, [node.name for node in draft.reads if node not in live]))
             live.update(draft.reads)
-    pieces = [_piece(f"piece_{index}", gm, *facts) for index, facts in enumerate(reversed(kept))]
+    pieces = [_piece(f"piece_{index}", gm, judged, *facts) for index, facts in enumerate(reversed(kept))]
     return pieces, [node for _, returns, _ in reversed(kept) for node in returns]
 
 
-def _piece(name: str, gm: GraphModule, draft: Draft, returns: list[Node], frees: list[str]) -> Piece:
+def _piece(name: str, gm: GraphModule, judged: Judge, draft: Draft, returns: list[Node], frees: list[str]) -> Piece:
     body = _body(gm, draft, returns)
     written = {node.name for node in written_inputs(body)}
     return Piece(
@@ -182,6 +148,8 @@ def _piece(name: str, gm: GraphModule, draft: Draft, returns: list[Node], frees:
         source=next((source for source in map(source_of, draft.own) if source != "unknown"), "unknown"),
         nodes=len(draft.nodes),
         body=body,
+        sizes=tuple({symbol: None for node in (*draft.reads, *draft.nodes) for symbol in judged.sizes.made(node)}),
+        uncapturable=next(filter(None, map(judged.obstacle, draft.own)), None),
     )
 
 
@@ -194,4 +162,4 @@ def _body(gm: GraphModule, draft: Draft, returns: list[Node]) -> GraphModule:
     for node in draft.nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[node] for node in returns))
-    return GraphModule(gm, graph)
+    return lazy_graph_module(gm, graph)

@@ -117,6 +117,22 @@ def symbols_of(size: int | SymInt) -> frozenset[str]:
     return frozenset() if isinstance(size, int) else frozenset(str(symbol) for symbol in size.node.expr.free_symbols)
 
 
+def lazy_graph_module(root: torch.nn.Module, graph: Graph) -> GraphModule:
+    """A GraphModule whose Python code is generated when it is asked for: most are only read. At once where not."""
+    try:
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+    except ImportError:
+        return GraphModule(root, graph)
+    return _LazyGraphModule(root, graph)
+
+
+def shape_ids(values: Sequence[object]) -> dict[str, str]:
+    """Symbol -> the `shape_id` that `mark_unbacked` gave it, as far as torch tells for these fake values."""
+    shapes: Any = getattr(fake_mode_of(values), "shape_env", None)
+    marked = getattr(shapes, "_shape_id_to_unbacked_symbol", {})
+    return {str(shapes.replace(symbol)): name for name, symbol in marked.items()}
+
+
 def known_equal(*sizes: int | SymInt) -> bool:
     """Whether the sizes are equal whatever their symbols are. False where that is not known; adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch.fx import GraphModule, Node
@@ -100,19 +101,34 @@ def effect_of(node: Node) -> str | None:
     return None
 
 
+def begins_collective(node: Node) -> bool:
+    """Whether what `node` returns is complete only once it was waited for."""
+    asynchronous = isinstance(node.target, OpOverload) and node.target.namespace.endswith("c10d_functional")
+    return asynchronous and not ends_collective(node)
+
+
+def ends_collective(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._opname == "wait_tensor"
+
+
 def _schema_args(node: Node, *, writes: bool) -> Iterator[Node]:
     """Arguments that the schema marks as written, or (writes=False) as shared with a result."""
-    if not isinstance(node.target, OpOverload):
-        return
-    schema = node.target._schema
-    shared = {
-        name for result in schema.returns if result.alias_info is not None for name in result.alias_info.before_set
-    }
-    for position, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        if info is None or not (info.is_write if writes else info.before_set & shared or "*" in info.after_set):
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+    for position, name in _marked(node.target, writes) if isinstance(node.target, OpOverload) else ():
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         yield from (
             item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, Node)
         )
+
+
+@cache
+def _marked(op: OpOverload, writes: bool) -> tuple[tuple[int, str], ...]:
+    """Position and name of those arguments."""
+    shared = {
+        name for result in op._schema.returns if result.alias_info is not None for name in result.alias_info.before_set
+    }
+    infos = ((i, argument.name, argument.alias_info) for i, argument in enumerate(op._schema.arguments))
+    return tuple(
+        (i, name)
+        for i, name, info in infos
+        if info is not None and (info.is_write if writes else info.before_set & shared or "*" in info.after_set)
+    )

@@ -1,0 +1,99 @@
+"""plan_facts: who makes, reads, writes and frees what in a plan, and which values share memory.
+
+Pieces go by their position: START_AT is the caller before the first piece, the count of pieces the caller after the
+last. Memory goes by the name of the value that allocated it, or brought it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from torch.fx import GraphModule, Node
+
+from v41.passes.analysis.effects import bases
+from v41.passes.analysis.happens_before import START_AT, Order
+from v41.plan import END, START, Piece, Plan
+
+
+class PlanFacts:
+    """Facts of one plan, each found when it is first asked for."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.end = len(plan.pieces)
+
+    @cached_property
+    def order(self) -> Order:
+        return Order(self.plan)
+
+    @cached_property
+    def makings(self) -> list[tuple[str, int]]:
+        """(value, where it comes in or is made), in order."""
+        made = [(name, at) for at, piece in enumerate(self.plan.pieces) for name in piece.returns]
+        return [*((name, START_AT) for name in self.plan.inputs), *made]
+
+    @cached_property
+    def made(self) -> dict[str, int]:
+        return dict(reversed(self.makings))
+
+    @cached_property
+    def readings(self) -> list[tuple[str, int]]:
+        """(value, who reads it), in order; the caller reads the outputs."""
+        in_pieces = [(name, at) for at, piece in enumerate(self.plan.pieces) for name in piece.reads]
+        return [*in_pieces, *((name, self.end) for name in self.plan.outputs if isinstance(name, str))]
+
+    @cached_property
+    def freed(self) -> list[tuple[str, int]]:
+        return [(name, at) for at, piece in enumerate(self.plan.pieces) for name in piece.frees]
+
+    @cached_property
+    def returned(self) -> frozenset[str]:
+        return frozenset(name for name in self.plan.outputs if isinstance(name, str))
+
+    @cached_property
+    def memory(self) -> dict[str, str]:
+        """Value -> the first made of those that may share its memory."""
+        found: dict[str, str] = {}
+        for name, _ in self.makings:
+            buffer = self.plan.buffers.get(name)
+            shared = list(dict.fromkeys(found[base] for base in (buffer.views if buffer else ()) if base in found))
+            found[name] = shared[0] if shared else name
+            if len(shared) > 1:  # it may be in any of them: from here on they are one
+                found = {value: shared[0] if memory in shared else memory for value, memory in found.items()}
+        return found
+
+    @cached_property
+    def uses(self) -> dict[str, list[tuple[int, bool]]]:
+        """Memory -> (position, whether it writes) of each that makes, reads or writes a value in it, in order."""
+        found: dict[str, set[tuple[int, bool]]] = {}
+        for name, at in self.makings:
+            found.setdefault(self.memory[name], set()).add((at, self.memory[name] == name))
+        for name, at in self.readings:
+            writes = at < self.end and name in self.plan.pieces[at].writes
+            found.setdefault(self.memory.get(name, name), set()).add((at, writes))
+        return {memory: sorted(uses) for memory, uses in found.items()}
+
+    @cached_property
+    def lives(self) -> dict[str, tuple[int, int]]:
+        """Value -> where it is made, and who is the last that uses its memory."""
+        return {name: (at, self.uses[self.memory[name]][-1][0]) for name, at in self.makings}
+
+    def bodies(self) -> Iterator[tuple[int, Piece]]:
+        """Pieces with their positions; not those of a plan that was read from a file, which have no body."""
+        yield from ((at, piece) for at, piece in enumerate(self.plan.pieces) if len(piece.body.graph.nodes))
+
+    def name(self, at: int) -> str:
+        return START if at == START_AT else END if at == self.end else self.plan.pieces[at].name
+
+
+def views_in(body: GraphModule, reads: Sequence[str], returns: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Result of a piece -> values whose memory it may share: those it reads, or the first result in the same memory."""
+    names: dict[Node, str] = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), reads, strict=True))
+    (results,) = body.graph.output_node().args
+    found: dict[str, tuple[str, ...]] = {}
+    for node, name in zip(results, returns, strict=True):  # type: ignore[arg-type]
+        ends = bases(node) if isinstance(node, Node) else []
+        found[name] = tuple(dict.fromkeys(names[end] for end in ends if end in names))
+        names |= {end: name for end in ends if end not in names}
+    return found

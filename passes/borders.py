@@ -1,0 +1,242 @@
+"""borders: which nodes make a piece together, and why each piece begins where it does.
+
+    embed  | rotate        | scores over the context | attend, experts | [boundary] | project ...
+    even   | even          | ragged                  | even            | region     | even
+    one piece              | a piece                 | a piece         | a piece    | a piece
+
+A *region* of a cut kind is a piece, so that equal ones share a kernel. A *host* node cannot be in a CUDA graph. Work
+whose only size is `along` ("rows") is *even*: its pieces can be captured once for each bucket of rows. Work with any
+other size is *ragged*, and lies apart from even work.
+
+Writes, collectives, random numbers and whatever reads written memory keep their order. Ragged nodes that only compute,
+and views, may come later than they stood: they wait for the next piece of their kind, or for who reads them. So a few
+of them among even nodes make no piece.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import groupby
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from v41.passes.analysis.capturable import Obstacles
+from v41.passes.analysis.effects import (
+    ASSERTS,
+    bases,
+    begins_collective,
+    effect_of,
+    ends_collective,
+    viewed_args,
+    written_args,
+)
+from v41.passes.analysis.sizes import NodeSizes
+from v41.regions import body_of, invoke_subgraph, is_region, region_of
+
+FEW = 8  # so many nodes cost no more than what a captured piece adds: a launch, and copies at both of its borders
+CHECKS = "checks of sizes"
+
+
+class Kind(Enum):
+    REGION, HOST, RAGGED, EVEN = "region", "host", "ragged", "even"
+
+
+@dataclass
+class Draft:
+    """A piece in the making: why it begins, its own nodes, those with its copies of shared ones, what it reads."""
+
+    border: str
+    kind: Kind
+    own: list[Node]
+    nodes: list[Node] = field(default_factory=list)
+    reads: list[Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What a node is, told from the node alone. `names`: symbol of the inputs -> what it is called."""
+
+    cut_at: Collection[str]
+    along: str | None
+    names: dict[str, str]
+    sizes: NodeSizes
+    obstacles: Obstacles
+    written: frozenset[Node]  # the ends of views that something writes through
+
+    def kind(self, node: Node) -> Kind:
+        if is_region(node) and region_of(node).kind in self.cut_at:
+            return Kind.REGION
+        if self.obstacle(node):
+            return Kind.HOST
+        checks_sizes = self.along is not None and node.target in ASSERTS and self.idle(node)  # on the host, every step
+        return Kind.RAGGED if checks_sizes or self.others(node) else Kind.EVEN
+
+    def obstacle(self, node: Node) -> str | None:
+        """Why no piece with `node` can be captured."""
+        made_inside = next((s for s in self.sizes.worked_with(node) if s not in self.names), None)
+        return self.obstacles.of(node) or (made_inside and f"it works with {made_inside}, a size made on the way")
+
+    def others(self, node: Node) -> dict[str, None]:
+        """Names of the sizes of `node` besides `along`; none where the program has no such size."""
+        if self.along is None:
+            return {}
+        named = (self.names.get(symbol, symbol) for symbol in self.sizes.worked_with(node))
+        return dict.fromkeys(name for name in named if name != self.along)
+
+    def idle(self, node: Node) -> bool:
+        """Whether it computes nothing: a view, a check of sizes, a constant."""
+        if node.target in ASSERTS:
+            return not any(isinstance(arg.meta.get("val"), Tensor) for arg in node.all_input_nodes)
+        if effect_of(node) or node.target is invoke_subgraph:
+            return False
+        return bool(viewed_args(node)) or not node.all_input_nodes
+
+    def may_wait(self, node: Node) -> bool:
+        """Whether it gives the same a little later."""
+        if self.idle(node):
+            return True
+        return not effect_of(node) and not any(
+            base in self.written for arg in node.all_input_nodes for base in bases(arg)
+        )
+
+
+def judge(gm: GraphModule, cut_at: Collection[str], along: str | None, names: dict[str, str]) -> Judge:
+    sizes = NodeSizes()
+    devices = [node.meta["val"].device for node in gm.graph.nodes
+               if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor)]  # fmt: skip
+    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    written = frozenset(base for node in gm.graph.nodes for arg in written_args(node) for base in bases(arg))
+    known = along if along in names.values() else None
+    return Judge(cut_at, known, names, sizes, Obstacles(device, sizes), written)
+
+
+class Drafts:
+    """The drafts of a program, filled with its nodes one after another."""
+
+    def __init__(self, judge: Judge, copied: Collection[Node]) -> None:
+        self.judge, self.copied = judge, copied
+        self.drafts: list[Draft] = []
+        self._kinds: dict[Node, Kind] = {}
+        self._home: dict[Node, Draft | None] = {}  # None: it waits
+        self._waiting: dict[Node, None] = {}
+        self._begun: set[Node] = set()  # collectives that nobody has waited for yet
+
+    def add(self, node: Node) -> None:
+        """`node`, which stands behind all that were added before."""
+        source = node.all_input_nodes[0] if node.target is operator.getitem else None
+        now = self.drafts[-1].kind if self.drafts else None
+        kind, idle = self._kind(node), self.judge.idle(node)
+        if source in self._home:  # what takes a call apart goes with the call
+            self._put(node, self._home[source])
+        elif now and (self._begun or (idle and now in (Kind.RAGGED, Kind.HOST))):
+            self.drafts[-1].own += self._take(self._waiting_for(node))
+            self._put(node, self.drafts[-1])
+        elif now and kind is not now and (idle or (kind is Kind.RAGGED and self.judge.may_wait(node))):
+            self._put(node, None)
+        else:
+            self._settle(node, kind)
+            self._put(node, self.drafts[-1])
+
+    def finish(self) -> list[Draft]:
+        """The drafts, when all nodes are in."""
+        if self._waiting:
+            ragged = any(self._kind(node) is not Kind.EVEN for node in self._waiting)
+            self._begin(Kind.RAGGED if ragged else Kind.EVEN, next(iter(self._waiting)))
+        return self._without_crumbs()
+
+    def _kind(self, node: Node) -> Kind:
+        if node not in self._kinds:
+            self._kinds[node] = self.judge.kind(node)
+        return self._kinds[node]
+
+    def _put(self, node: Node, draft: Draft | None) -> None:
+        self._home[node] = draft
+        if draft is None:
+            self._waiting[node] = None
+        else:
+            draft.own.append(node)
+        if begins_collective(node):
+            self._begun.add(node)
+        elif ends_collective(node):
+            self._begun -= {node.all_input_nodes[0], *node.all_input_nodes[0].all_input_nodes}
+
+    def _settle(self, node: Node, kind: Kind) -> None:
+        """Makes the last draft one in which `node` may stand, after what it reads."""
+        needed = self._waiting_for(node)
+        if kind is not Kind.RAGGED and any(self._kind(each) is not Kind.EVEN for each in needed):
+            self._begin(Kind.RAGGED, next(each for each in needed if self._kind(each) is not Kind.EVEN))
+        elif needed and kind in (Kind.REGION, Kind.HOST):
+            self._begin(Kind.EVEN, node)
+        if not self.drafts or self.drafts[-1].kind is not kind:
+            self._begin(kind, node)
+
+    def _begin(self, kind: Kind, node: Node) -> None:
+        """A new draft, which takes in those that waited for one of its kind."""
+        before = self.drafts[-1].border if self.drafts else None
+        match kind:
+            case Kind.REGION:
+                border = f"region {region_of(node).kind}"
+            case Kind.HOST:
+                border = f"not capturable: {self.judge.obstacle(node)}"
+            case Kind.RAGGED:
+                others = ", ".join(self.judge.others(node))
+                border = f"use of {others}" if others else CHECKS
+            case Kind.EVEN if before is None:
+                border = "start of the graph"
+            case Kind.EVEN:
+                border = f"end of {str(before).partition(':')[0]}"
+        draft = Draft(border, kind, [])
+        self.drafts.append(draft)
+        if kind is Kind.RAGGED:
+            draft.own += self._take(list(self._waiting))
+        elif kind is Kind.EVEN:
+            for each in list(self._waiting):
+                if self._kind(each) is Kind.EVEN and not self._waiting_for(each):
+                    draft.own += self._take([each])
+
+    def _take(self, nodes: list[Node]) -> list[Node]:
+        """`nodes`, which wait no longer: they stand in the last draft."""
+        for node in nodes:
+            self._home[node] = self.drafts[-1]
+            del self._waiting[node]
+        return nodes
+
+    def _waiting_for(self, node: Node) -> list[Node]:
+        """Those that wait and that `node` rests on, in graph order."""
+        found, stack = set[Node](), list(node.all_input_nodes) if self._waiting else []
+        while stack:
+            arg = stack.pop()
+            if arg not in found and (arg in self._waiting or arg in self.copied):
+                found.add(arg)
+                stack += arg.all_input_nodes
+        return [each for each in self._waiting if each in found] if found else []
+
+    def _without_crumbs(self) -> list[Draft]:
+        """The drafts, with a few even nodes next to ragged ones joined to them."""
+        around = zip([None, *self.drafts[:-1]], self.drafts, [*self.drafts[1:], None], strict=True)
+        kinds = [
+            Kind.RAGGED
+            if draft.kind is Kind.EVEN
+            and any(beside is not None and beside.kind is Kind.RAGGED for beside in (before, after))
+            and sum(map(self._work, draft.own)) < FEW
+            else draft.kind
+            for before, draft, after in around
+        ]
+        merged = []
+        for kind, run in groupby(zip(self.drafts, kinds, strict=True), key=itemgetter(1)):
+            drafts = [draft for draft, _ in run]
+            border = next(draft.border for draft in drafts if draft.kind is kind)
+            merged.append(Draft(border, kind, [node for draft in drafts for node in draft.own]))
+        return merged
+
+    def _work(self, node: Node) -> int:
+        """How many nodes compute when `node` does."""
+        if node.target is invoke_subgraph:
+            return len(body_of(node).graph.nodes)
+        return int(node.target is not operator.getitem and not self.judge.idle(node))
