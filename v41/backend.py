@@ -27,8 +27,9 @@ from v41._compat import (
 )
 from v41.errors import CodegenHasNoDevice, GradientsRequested
 from v41.options import Options, parse
+from v41.passes.check_plan import check_plan
 from v41.passes.partition import partition
-from v41.passes.pipeline import CUT_AT, run_pipeline, text_of
+from v41.passes.pipeline import ALONG, CUT_AT, run_pipeline, text_of
 from v41.regions import region_of, regions
 from v41.report import CompileReport, programs_wanted, publish, source_of
 from v41.runtime.executor import Artifact, eager_artifact, executor
@@ -78,9 +79,11 @@ def v41(
     }
     start = time.perf_counter()
 
+    names = [input_name(node) for node in gm.graph.nodes if node.op == "placeholder"]
+
     def inference(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         report.seconds["aot_autograd"] = time.perf_counter() - start
-        return build(aten, ways(codegen, device), parsed.verify, report)
+        return build(aten, ways(codegen, device), parsed.verify, report, names)
 
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         raise gradients_requested(gm, example_inputs)
@@ -91,8 +94,10 @@ def v41(
     return compiled
 
 
-def build(aten: GraphModule, order: Sequence[str], check: bool, report: CompileReport) -> Callable[[list[Any]], Any]:
-    """One functional ATen graph, all the way to the boxed function that runs it."""
+def build(
+    aten: GraphModule, order: Sequence[str], check: bool, report: CompileReport, names: Sequence[str]
+) -> Callable[[list[Any]], Any]:
+    """One functional ATen graph, all the way to the boxed function that runs it. names: what the user calls inputs."""
     clock = time.perf_counter
     start = clock()
     programs = programs_wanted()
@@ -100,7 +105,10 @@ def build(aten: GraphModule, order: Sequence[str], check: bool, report: CompileR
     with real_tensors():
         program, report.passes = run_pipeline(aten, check=check, programs=programs)
     report.seconds["passes"], start = clock() - start, clock()
-    plan = partition(program, cut_at=CUT_AT)
+    inputs = [node.name for node in program.graph.nodes if node.op == "placeholder"]
+    called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
+    plan = partition(program, cut_at=CUT_AT, along=ALONG, called=called)
+    check_plan(plan)
     report.seconds["partition"], start = clock() - start, clock()
     bodies = {piece.key: piece.body for piece in reversed(plan.pieces)}
     artifacts = {key: artifact(bodies[key], names, order, report) for key, names in plan.keys.items()}
