@@ -121,7 +121,7 @@ def sizes_of(config: V41Config, chunks: Sequence[Chunk], buckets: Buckets | None
     """The sizes of `chunks`, padded to `buckets` if given: no chunk at all is then a decode step of pads."""
     lengths = [chunk.rows for chunk in chunks]
     rows, logits = sum(lengths), sum(len(chunk.logit_positions) for chunk in chunks)
-    blocks = {m: block_count(config, chunks, m) for m in sorted({*config.compress_ratios} - {0})}
+    blocks = block_counts(config, max((chunk.end for chunk in chunks), default=0))
     if buckets is None:
         return Sizes(rows, len(chunks), logits, max([0, *lengths]), blocks)
     if rows > buckets.decode[-1] or any(length != 1 for length in lengths):
@@ -252,10 +252,10 @@ def window_floors(config: V41Config, chunk: Chunk) -> tuple[int, int]:
     return floor, max(floor, chunk.end - window) if truncated else floor
 
 
-def block_count(config: V41Config, chunks: Sequence[Chunk], ratio: int) -> int:
-    """Candidate blocks that cover every entry a row of `chunks` sees, and no fewer entries than top-k picks."""
-    entries = max(config.index_topk, *(chunk.end // ratio for chunk in chunks), 0)
-    return -(-entries // config.candidate_block_size)
+def block_counts(config: V41Config, context: int) -> dict[int, int]:
+    """Ratio -> candidate blocks that cover every entry of `context` tokens, and no fewer entries than top-k picks."""
+    ratios, size = sorted({*config.compress_ratios} - {0}), config.candidate_block_size
+    return {m: -(-max(config.index_topk, context // m) // size) for m in ratios}
 
 
 def tensors_of(batch: Batch) -> list[tuple[str, Tensor]]:

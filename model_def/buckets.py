@@ -37,7 +37,7 @@ class Buckets:
 
     decode: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
     prefill: tuple[int, ...] = rows_of_prefill(8192)
-    blocks: tuple[int, ...] = half_octaves(1 << 15)
+    blocks: tuple[int, ...] = half_octaves(1 << 17)
 
     def __post_init__(self) -> None:
         for name in ("decode", "prefill", "blocks"):

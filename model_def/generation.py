@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from v41.model_def.batch import Batch, Chunk, build_batch
-from v41.model_def.buckets import Buckets
+from v41.model_def.batch import Batch, Chunk, Sizes, batch_of_sizes, block_counts, build_batch
+from v41.model_def.buckets import Buckets, round_up
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 
@@ -60,6 +60,23 @@ class Generated:
     chunks: tuple[Chunk, ...]
     logits: Tensor  # [requests, vocabulary]
     tokens: dict[int, int]  # request -> what it chose; those that are still reading chose nothing
+
+
+@torch.no_grad()
+def warm_up(
+    forward: Forward, config: V41Config, cache: Cache, buckets: Buckets, *, rows: int, contexts: Sequence[int]
+) -> None:
+    """Runs decode steps of pads alone, so that later ones find their graphs: buckets up to `rows`, the largest first.
+
+    contexts: lengths of requests; each is rounded up to its bucket. Twice each, since a step is captured when its sizes
+    come again. Only the pad slot is written.
+    """
+    rungs = [rung for rung in reversed(buckets.decode) if rung <= round_up(rows, buckets.decode)]
+    for context in sorted(contexts, reverse=True):
+        blocks = {m: round_up(count, buckets.blocks) for m, count in block_counts(config, context).items()}
+        for rung in rungs:
+            for _ in range(2):
+                forward(batch_of_sizes(config, cache, [], Sizes(rung, rung, rung, 1, blocks)), cache)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.strategies.batches import buckets
 from v41.model_def.batch import Batch
+from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.errors import ChunkLongerThanSlot, ChunkOutOfTokens
-from v41.model_def.generation import Request, generate, greedy, sampling
+from v41.model_def.generation import Request, generate, greedy, sampling, warm_up
 from v41.model_def.model import V41ForCausalLM
 
 TINY = V41Config.preset("tiny")
@@ -45,6 +47,22 @@ def test_every_token_is_read_once(given: list[list[int]], tokens: int, chunk: in
     for i, prompt in enumerate(given):
         assert requests[i].ids == [*prompt, *(prompt[-1] + 1 + n for n in range(tokens))]
         assert read[i] == requests[i].ids[:-1]
+
+
+@given(prompts, st.integers(1, 20), buckets())
+def test_buckets_change_no_token(given: list[list[int]], chunk: int, ladders: Buckets) -> None:
+    written = [[Request.to_write(prompt, 3) for prompt in given] for _ in range(2)]
+    for requests, padded in zip(written, (None, ladders), strict=True):
+        steps = generate(CountsUp(), TINY, Cache.zeros(TINY, 3, 64), requests, chunk=chunk, buckets=padded)
+        assert all(len(step.logits) == len(step.requests) for step in steps)
+    assert written[0] == written[1]
+
+
+def test_warming_up_runs_every_decode_bucket_twice_the_largest_first_on_pads_alone() -> None:
+    model, ladders = CountsUp(), Buckets((1, 2, 4, 8), (16,), (2, 4, 8, 16))
+    warm_up(model, TINY, Cache.zeros(TINY, 3, 64), ladders, rows=3, contexts=[1, 64])
+    assert [len(rows) for rows in model.read] == [4, 4, 2, 2, 1, 1] * 2
+    assert {row for rows in model.read for row in rows} == {(3, -1, 0)}
 
 
 def test_a_slot_is_given_on() -> None:
