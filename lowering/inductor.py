@@ -11,7 +11,7 @@ are inlined first, so that Inductor fuses across them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,7 @@ from v41._compat import (
     keep_rounding_of,
     run_as_eager,
 )
+from v41._compat_cache import loaded_inductor_code, stored_inductor_code
 from v41.lowering.piece_inputs import checker
 from v41.regions import flatten
 
@@ -68,13 +69,26 @@ def compile_piece(gm: GraphModule, name: str = "piece") -> Callable[..., tuple[A
     metas = [node.meta["val"] for node in placeholders]
     keep_output_strides(piece.graph)
     check = checker(name, [node.name for node in placeholders], metas)
-    run = inductor_compile(piece, metas, inductor_settings(SETTINGS), mark)
+    return InductorPiece(check, inductor_compile(piece, metas, inductor_settings(SETTINGS), mark))
 
-    def compiled(*args: Any) -> tuple[Any, ...]:
-        check(args)
-        return tuple(run(list(args)))
 
-    return compiled
+class InductorPiece:
+    """Inductor's code behind the check of its inputs. What is stored runs under the settings it was compiled in."""
+
+    def __init__(self, check: Callable[..., None], run: Callable[[list[Any]], Sequence[Any]]) -> None:
+        self.check, self.run = check, run
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        self.check(args)
+        return tuple(self.run(list(args)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_piece, (self.check, stored_inductor_code(self.run))
+
+
+def load_piece(check: Callable[..., None], stored: bytes) -> InductorPiece:
+    """The piece that was stored."""
+    return InductorPiece(check, loaded_inductor_code(stored, inductor_settings(SETTINGS)))
 
 
 def drop_whole_slices(gm: GraphModule) -> None:

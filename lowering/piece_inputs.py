@@ -15,6 +15,7 @@ from torch import SymInt, Tensor
 
 from v41._compat import as_python, symbols_of
 from v41.errors import PieceInputMismatch
+from v41.text_code import define
 
 Size = int | SymInt
 
@@ -38,8 +39,7 @@ def checker(piece: str, names: Sequence[str], metas: Sequence[object]) -> Callab
             f"            and not same_strides(a.shape, strides, {strides})):",
             f"        refuse(piece, name{index}, a, dtype{index}, {shape}, {strides})",
         ]
-    exec(compile("\n".join([*lines, "    return"]), f"<inputs of {piece}>", "exec"), facts)
-    return facts["check"]  # type: ignore[return-value]
+    return define("\n".join([*lines, "    return"]), "check", facts, f"<inputs of {piece}>")
 
 
 def _bindings(metas: Sequence[object]) -> dict[str, tuple[int, str]]:

@@ -22,11 +22,11 @@ from v41.regions import META, invoke_subgraph
 
 def structure_key(gm: GraphModule) -> str:
     """Hexadecimal, 16 digits; the same in every process."""
-    text = "\n".join(_lines(gm, _Symbols()))
+    text = "\n".join(_lines(gm, Symbols()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class _Symbols:
+class Symbols:
     """Names symbols by their first appearance."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Symbols:
         return f"{value.dtype} {value.device} " + " ".join(f"[{part}]" for part in sizes)
 
 
-def _lines(gm: GraphModule, symbols: _Symbols) -> Iterator[str]:
+def _lines(gm: GraphModule, symbols: Symbols) -> Iterator[str]:
     number: dict[Node, str] = {}
     for node in gm.graph.nodes:
         number[node] = f"%{len(number)}"
@@ -66,7 +66,7 @@ def _lines(gm: GraphModule, symbols: _Symbols) -> Iterator[str]:
             yield f"{number[node]} {node.op} {node.target} {_spell((args, kwargs), number, symbols)}"
 
 
-def _attribute(gm: GraphModule, node: Node, symbols: _Symbols, number: str) -> Iterator[str]:
+def _attribute(gm: GraphModule, node: Node, symbols: Symbols, number: str) -> Iterator[str]:
     owner, _, name = str(node.target).rpartition(".")
     value = getattr(gm.get_submodule(owner), name)
     if isinstance(value, GraphModule):
@@ -79,7 +79,7 @@ def _attribute(gm: GraphModule, node: Node, symbols: _Symbols, number: str) -> I
     yield f"{number} constant {symbols.spec(value)} {told}"
 
 
-def _spell(value: object, number: dict[Node, str], symbols: _Symbols) -> str:
+def _spell(value: object, number: dict[Node, str], symbols: Symbols) -> str:
     match value:
         case Node():
             return number[value]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, MethodType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from v41.plan import Plan
 from v41.regions import flatten
+from v41.text_code import define
 
 Artifact = Callable[..., tuple[Any, ...]]
 Run = Callable[[list[Any]], tuple[Any, ...]]  # empties the list it is given
@@ -39,8 +40,10 @@ def eager_artifact(body: GraphModule) -> Artifact:
         if node.target is torch.ops.prims.convert_element_type.default:
             node.target = torch.ops.aten._to_copy.default
             node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}
-    flat.recompile()
-    return flat.forward
+    code = flat.graph.python_code("self")
+    names = [str(node.target) for node in flat.graph.find_nodes(op="get_attr")]
+    constants = SimpleNamespace(**{name: getattr(flat, name) for name in names})
+    return MethodType(define(code.src, "forward", code.globals, "<v41 eager piece>"), constants)
 
 
 class Step(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the workers of one run share the cores
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compile processes beside them
+os.environ.setdefault("V41_CACHE_DIR", "off")  # tests compile what they test
 
 import pytest
 from hypothesis import HealthCheck, settings

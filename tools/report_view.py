@@ -51,6 +51,7 @@ def show(console: Console, reports: Sequence[CompileReport]) -> None:
             console.print(Text(line), soft_wrap=True)
         console.print()
         console.print(program_table(report))
+        console.print(Text(f"{'cache':9}{report.cache}"), soft_wrap=True)
         for label, lines in (("fallback", report.fallbacks), ("break", [report.graph_break])):
             for line in filter(None, lines):
                 console.print(Text(f"{label:9}{line}", "yellow"), soft_wrap=True)
@@ -131,6 +132,7 @@ def as_json(reports: Sequence[CompileReport]) -> list[dict[str, Any]]:
             "fallbacks": list(report.fallbacks),
             "graph_break": report.graph_break,
             "recompiles": report.recompiles,
+            "cache": report.cache,
             "seconds": dict(report.seconds),
             "options": {name: {"value": value, "set_by": who} for name, (value, who) in report.options.items()},
         }

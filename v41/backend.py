@@ -25,11 +25,12 @@ from v41._compat import (
     real_tensors,
     times_compiled_before,
 )
+from v41.artifact_cache import open_cache
 from v41.errors import CodegenHasNoDevice, GradientsRequested
 from v41.options import Options, parse
-from v41.passes.check_plan import check_plan
 from v41.passes.partition import partition
-from v41.passes.pipeline import ALONG, CUT_AT, run_pipeline, text_of
+from v41.passes.pipeline import CUT_AT, PIPELINE, run_pipeline, text_of
+from v41.plan import Plan
 from v41.regions import region_of, regions
 from v41.report import CompileReport, programs_wanted, publish, source_of
 from v41.runtime.executor import Artifact, eager_artifact, executor
@@ -71,33 +72,43 @@ def v41(
     parsed = parse(options, mode)
     refuse_gradients(gm, example_inputs)
     device = device_of(example_inputs)
-    codegen, why = effective_codegen(parsed, device)
     report = CompileReport(graph_break=graph_break(gm), recompiles=times_compiled_before())
+    cache = open_cache(gm, parsed, [(each.name, each.run) for each in PIPELINE], device)
+    stored = cache.load(report, example_inputs)
+    if stored is not None:
+        compiled = stored.wrapped(executor(stored.plan, stored.artifacts), example_inputs)
+        publish(report)
+        return compiled
+    report.cache = cache.says
+    codegen, why = effective_codegen(parsed, device)
+    made: list[tuple[Plan, dict[str, Artifact]]] = []
     report.options = {
         "codegen": (codegen, why),
         "verify": (parsed.verify, "options" if parsed.verify else "default"),
     }
     start = time.perf_counter()
 
-    names = [input_name(node) for node in gm.graph.nodes if node.op == "placeholder"]
-
     def inference(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         report.seconds["aot_autograd"] = time.perf_counter() - start
-        return build(aten, ways(codegen, device), parsed.verify, report, names)
+        made.append(build(aten, ways(codegen, device), parsed.verify, report))
+        return executor(*made[0])
 
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         raise gradients_requested(gm, example_inputs)
 
     whole = WHOLE_IN_EAGER if device.type == "cpu" or "inductor" not in ways(codegen, device) else ()
-    compiled = functional_aten(gm, example_inputs, inference, training, whole=whole)
+    with cache.recorded() as wrapper:
+        compiled = functional_aten(gm, example_inputs, inference, training, whole=whole)
+    if made:
+        cache.save(wrapper, *made[0], report, example_inputs)
     publish(report)
     return compiled
 
 
 def build(
-    aten: GraphModule, order: Sequence[str], check: bool, report: CompileReport, names: Sequence[str]
-) -> Callable[[list[Any]], Any]:
-    """One functional ATen graph, all the way to the boxed function that runs it. names: what the user calls inputs."""
+    aten: GraphModule, order: Sequence[str], check: bool, report: CompileReport
+) -> tuple[Plan, dict[str, Artifact]]:
+    """One functional ATen graph, all the way to the pieces of its plan and the artifact of each."""
     clock = time.perf_counter
     start = clock()
     programs = programs_wanted()
@@ -105,16 +116,13 @@ def build(
     with real_tensors():
         program, report.passes = run_pipeline(aten, check=check, programs=programs)
     report.seconds["passes"], start = clock() - start, clock()
-    inputs = [node.name for node in program.graph.nodes if node.op == "placeholder"]
-    called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
-    plan = partition(program, cut_at=CUT_AT, along=ALONG, called=called)
-    check_plan(plan)
+    plan = partition(program, cut_at=CUT_AT)
     report.seconds["partition"], start = clock() - start, clock()
     bodies = {piece.key: piece.body for piece in reversed(plan.pieces)}
     artifacts = {key: artifact(bodies[key], names, order, report) for key, names in plan.keys.items()}
     report.seconds["codegen"] = clock() - start
     report.plan, report.pieces, report.artifacts = plan, len(plan.pieces), len(artifacts)
-    return executor(plan, artifacts)
+    return plan, artifacts
 
 
 def artifact(body: GraphModule, names: Sequence[str], order: Sequence[str], report: CompileReport) -> Artifact:

@@ -18,10 +18,12 @@ class Options:
     "auto" takes eager on a CPU, where programs are checked and Inductor needs minutes for its C++, Triton on a GPU, and
     elsewhere Inductor where it keeps the rounding points, else eager (the report says which and why).
     `verify`: check every program after every pass (lint, order, meta, effects, aliases, signature).
+    `cache`: take what an earlier process compiled, and leave what this one compiles (artifact_store.py says where).
     """
 
     codegen: str = "auto"
     verify: bool = False
+    cache: bool = True
 
 
 def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
@@ -38,8 +40,9 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
     parsed = Options(**given)
     if parsed.codegen not in CODEGENS:
         raise _invalid("codegen", parsed.codegen, " or ".join(map(repr, CODEGENS)))
-    if not isinstance(parsed.verify, bool):
-        raise _invalid("verify", parsed.verify, "True or False")
+    for switch in ("verify", "cache"):
+        if not isinstance(value := getattr(parsed, switch), bool):
+            raise _invalid(switch, value, "True or False")
     return parsed
 
 

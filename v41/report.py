@@ -86,6 +86,7 @@ class CompileReport:
     fallbacks: list[str] = field(default_factory=list)  # "piece 3 runs as eager: ..."
     graph_break: str | None = None  # why Dynamo ended this graph early, with the user's line
     recompiles: int = 0  # how often Dynamo had compiled this function before
+    cache: str = "off"  # hit, miss (and what differs from the nearest entry) or off (and why)
     seconds: dict[str, float] = field(default_factory=dict)  # phase -> wall time
     plan: Plan | None = field(default=None, repr=False)  # what runs
     captures: Captures | None = None  # what it does at run time; None where nothing is captured

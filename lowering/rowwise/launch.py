@@ -60,6 +60,10 @@ class GeneratedKernel:
     _function: Any = None
     _arrivals: Arrivals = field(default_factory=lambda: Arrivals({}, {}))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs: not the module that was loaded, nor counters on a device."""
+        return self.__dict__ | {"_function": None, "_arrivals": Arrivals({}, {})}
+
     @property
     def path(self) -> Path:
         """The file that holds `source`, written if it is not there; Triton reads kernels from files."""

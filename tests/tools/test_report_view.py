@@ -30,6 +30,7 @@ def report() -> CompileReport:
         artifacts=5,
         kernels={"mhc_boundary_7f3a91": ["piece_1", "piece_3"]},
         fallbacks=["piece_3 as eager: Inductor raised NotImplementedError: no [fp4]"],
+        cache="hit 7f3a9100: spared 31.2 s of compiling",
         graph_break="Tensor.item() at model_def/batch.py:7",
         seconds={"passes": 1.25, "codegen": 30.0},
     )
@@ -59,6 +60,7 @@ failed   outline_mhc: KeyError: val
 
 pieces  artifacts  shared  kernels  fallbacks  breaks  recompiles  passes s  codegen s
     12          5       7        1          1       1           -       1.2       30.0
+cache    hit 7f3a9100: spared 31.2 s of compiling
 fallback piece_3 as eager: Inductor raised NotImplementedError: no [fp4]
 break    Tensor.item() at model_def/batch.py:7
 
