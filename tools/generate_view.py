@@ -15,7 +15,8 @@ from v41.regions import Region
 from v41.report import CompileReport
 from v41.tools.bytes import decode
 from v41.tools.compare import KL_LIMIT, Agreement, Row, join
-from v41.tools.report_view import add, as_json, show, table
+from v41.tools.report_view import as_json, show
+from v41.tools.tables import add, table
 
 if TYPE_CHECKING:
     from v41.tools.generate_command import Outcome

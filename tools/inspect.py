@@ -26,7 +26,7 @@ from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
-from v41.plan import Piece
+from v41.plan import Piece, Plan
 from v41.regions import Region, region_of, regions
 from v41.report import CompileReport, Decision, collect
 
@@ -45,6 +45,11 @@ class Inspection:
     seconds: dict[str, float]  # phase -> wall time, in order
     cpu_seconds: float
     peak_mib: float  # of the process so far
+
+    @property
+    def plan(self) -> Plan:
+        assert self.report.plan is not None  # capture stops behind it
+        return self.report.plan
 
 
 @dataclass
@@ -93,9 +98,7 @@ def layers(inspection: Inspection) -> list[LayerView]:
     views = {layer: LayerView(layer) for layer in (None, *range(inspection.config.num_hidden_layers))}
     refused = {d.node: d for run in inspection.report.passes for d in run.decisions if not d.applied}
     current: int | None = None
-    plan = inspection.report.plan
-    assert plan is not None
-    for piece in plan.pieces:
+    for piece in inspection.plan.pieces:
         outside = reads_ends(piece, inspection.parameters)
         current = max(layers_read(piece, inspection.parameters), default=None if outside else current)
         view = views[current]

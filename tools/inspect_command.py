@@ -26,7 +26,9 @@ from v41.model_def.model import V41ForCausalLM
 from v41.regions import Region
 from v41.tools.inspect import Inspection, LayerView, capture, first_layers, layers, role
 from v41.tools.inspect_changes import LayerValues, changes
-from v41.tools.report_view import add, as_json, show, table
+from v41.tools.plan_view import artifacts_table
+from v41.tools.report_view import as_json, show
+from v41.tools.tables import add, table
 
 WIDTH = 120
 
@@ -82,6 +84,8 @@ def show_inspection(console: Console, inspection: Inspection) -> None:
         console.print(Text(f"       {len(sites)} site{'s' * (len(sites) > 1)}, in layers {where}"), soft_wrap=True)
     for line in refusals(views):
         console.print(Text(line, "yellow"), soft_wrap=True)
+    console.print()
+    console.print(artifacts_table(inspection.plan))
     console.print()
     show(console, [inspection.report])
     console.print()
@@ -149,6 +153,7 @@ def values(inspection: Inspection) -> dict[str, Any]:
             for view in layers(inspection)
         ],
         "graph": as_json([inspection.report])[0],
+        "plan": json.loads(inspection.plan.to_json()),
         "seconds": inspection.seconds,
         "cpu_seconds": inspection.cpu_seconds,
         "peak_mib": inspection.peak_mib,

@@ -19,22 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from v41.report import CompileReport, Decision, PassRun
-
-Cell = str | int | float | None
-
-
-def table(*headers: str, left: int = 1) -> Table:
-    """An empty table without lines whose first `left` columns are words and whose others are numbers."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for index, header in enumerate(headers):
-        made.add_column(header, justify="left" if index < left else "right", no_wrap=index >= left, overflow="fold")
-    return made
-
-
-def add(into: Table, *cells: Cell) -> None:
-    """One row. None shows as `-`; floats with three digits that matter; nothing is read as markup."""
-    texts = ("-" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells)
-    into.add_row(*map(Text, texts))
+from v41.tools.plan_view import borders, borders_table, rounding_table, rounding_values
+from v41.tools.tables import add, table
 
 
 def show(console: Console, reports: Sequence[CompileReport]) -> None:
@@ -55,8 +41,9 @@ def show(console: Console, reports: Sequence[CompileReport]) -> None:
         for label, lines in (("fallback", report.fallbacks), ("break", [report.graph_break])):
             for line in filter(None, lines):
                 console.print(Text(f"{label:9}{line}", "yellow"), soft_wrap=True)
-        for table_of in (kernels_table, options_table):
-            if made := table_of(report):
+        of_plan = [borders_table(report.plan), rounding_table(report.plan)] if report.plan else []
+        for made in (kernels_table(report), *of_plan, options_table(report)):
+            if made is not None:
                 console.print()
                 console.print(made)
 
@@ -133,6 +120,8 @@ def as_json(reports: Sequence[CompileReport]) -> list[dict[str, Any]]:
             "graph_break": report.graph_break,
             "recompiles": report.recompiles,
             "cache": report.cache,
+            "borders": borders(report.plan) if report.plan else {},
+            "rounding": rounding_values(report.plan) if report.plan else [],
             "seconds": dict(report.seconds),
             "options": {name: {"value": value, "set_by": who} for name, (value, who) in report.options.items()},
         }

@@ -97,6 +97,13 @@ class InvariantBroken(V41Error):
     fix = "correct the pass; meanwhile the program compiles without it"
 
 
+class PlanUnreadable(V41Error):
+    """facts: reason."""
+
+    found = "the text holds no plan: {reason}"
+    fix = "hand over what Plan.to_json wrote, by this version of v41"
+
+
 class PlanBroken(V41Error):
     """facts: rule, first, second (pieces, or "start" or "end"), detail."""
 

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
+
+from v41.errors import PlanUnreadable
 
 SHORT = {
     "torch.float32": "f32",
@@ -113,38 +116,64 @@ class Plan:
         read.update(name for name in self.outputs if isinstance(name, str))
         return tuple(name for name in made if name in read)
 
+    def names_of(self, piece: Piece) -> tuple[str, ...]:
+        """What the sizes of `piece` are called, each once."""
+        return tuple(dict.fromkeys(self.sizes.get(symbol, symbol) for symbol in piece.sizes))
+
     def to_json(self) -> str:
         """The plan without its bodies, stable from run to run."""
-        pieces = [
-            {
-                name: getattr(piece, name)
-                for name in ("name", "reads", "returns", "frees", "writes", "border", "key", "source", "nodes")
-            }
-            for piece in self.pieces
-        ]
-        facts = {"inputs": self.inputs, "outputs": self.outputs, "values": self.values, "pieces": pieces}
-        return json.dumps(facts, indent=1)
+        return json.dumps(_facts(self), default=_facts, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """What `to_json` wrote, each piece with an empty body. PlanUnreadable where that is something else."""
+        try:
+            facts = json.loads(text)
+            return cls(
+                **_tuples(facts, but=("pieces", "buckets", "buffers", "events")),
+                pieces=tuple(Piece(**_tuples(piece), body=GraphModule({}, Graph())) for piece in facts["pieces"]),
+                buckets={name: tuple(rungs) for name, rungs in facts["buckets"].items()},
+                buffers={name: Buffer(**_tuples(buffer)) for name, buffer in facts["buffers"].items()},
+                events=tuple(Event(**event) for event in facts["events"]),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PlanUnreadable("Plan.from_json", reason=f"{type(error).__name__}: {error}") from error
 
     def __str__(self) -> str:
-        rows = [("piece", "artifact", "nodes", "reads", "returns", "writes", "begins", "source")]
         first = {key: names[0] for key, names in self.keys.items()}
-        rows += [
-            (
-                piece.name,
-                piece.key[:8] if first[piece.key] == piece.name else f"= {first[piece.key]}",
-                str(piece.nodes),
-                str(len(piece.reads)),
-                _few([f"{name} {self.values[name]}" for name in piece.returns]),
-                _few(piece.writes),
-                piece.border,
-                piece.source,
-            )
-            for piece in self.pieces
-        ]
+        heads = ("piece", "artifact", "nodes", "reads", "returns", "writes", "sizes", "capture", "begins", "source")
+        rows = [(heads[0], "stream", *heads[1:]), *(self._row(piece, first) for piece in self.pieces)]
+        if not any(piece.stream for piece in self.pieces):
+            rows = [(row[0], *row[2:]) for row in rows]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines += [f"event from {event.after} to {event.before}" for event in self.events]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _row(self, piece: Piece, first: dict[str, str]) -> tuple[str, ...]:
+        return (
+            piece.name,
+            str(piece.stream),
+            piece.key[:8] if first[piece.key] == piece.name else f"= {first[piece.key]}",
+            str(piece.nodes),
+            str(len(piece.reads)),
+            _few([f"{name} {self.values[name]}" for name in piece.returns]),
+            _few(piece.writes),
+            ", ".join(self.names_of(piece)) or "-",
+            piece.uncapturable or "yes",
+            piece.border,
+            piece.source,
         )
+
+
+def _facts(thing: object) -> dict[str, object]:
+    """The fields of a Plan, or of a part of one, but for its body."""
+    return {each.name: getattr(thing, each.name) for each in fields(thing) if each.name != "body"}  # type: ignore[arg-type]
+
+
+def _tuples(facts: dict[str, Any], but: Sequence[str] = ()) -> dict[str, Any]:
+    """`facts` with tuples for lists, as they were before they were written."""
+    return {name: tuple(each) if isinstance(each, list) else each for name, each in facts.items() if name not in but}
 
 
 def _few(names: Sequence[str], most: int = 3) -> str:

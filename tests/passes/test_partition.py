@@ -195,9 +195,10 @@ WRITES_AND_PRODUCTS = (aten.copy_.default, aten.mm.default)
 def test_the_plan_prints_and_has_json() -> None:
     plan = partition(with_seams(layers, ROWS, static=WEIGHTS), cut_at=["seam"])
     header, first, _, third = str(plan).splitlines()[:4]
-    assert header.split() == ["piece", "artifact", "nodes", "reads", "returns", "writes", "begins", "source"]
+    heads = ["piece", "artifact", "nodes", "reads", "returns", "writes", "sizes", "capture", "begins", "source"]
+    assert header.split() == heads
     assert first.split()[0] == "piece_0" and "= piece" not in third
-    assert '"border": "region seam"' in plan.to_json()
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("kinds", [["seam"], []])

@@ -83,7 +83,7 @@ def test_no_report_is_no_silence() -> None:
 
 def test_json_has_every_field() -> None:
     (made,) = json.loads(json.dumps(as_json([report()])))
-    assert set(made) == shown_fields(CompileReport)
+    assert set(made) == shown_fields(CompileReport) | {"borders", "rounding"}
     fold = made["passes"][1]
     assert set(fold) == shown_fields(PassRun) | {"applied", "refused"}
     assert (fold["applied"], fold["refused"], len(fold["decisions"])) == (1, 2, 3)
