@@ -28,8 +28,9 @@ from v41._compat import (
 from v41.artifact_cache import open_cache
 from v41.errors import CodegenHasNoDevice, GradientsRequested
 from v41.options import Options, parse
+from v41.passes.check_plan import check_plan
 from v41.passes.partition import partition
-from v41.passes.pipeline import CUT_AT, PIPELINE, run_pipeline, text_of
+from v41.passes.pipeline import ALONG, CUT_AT, PIPELINE, run_pipeline, text_of
 from v41.plan import Plan
 from v41.regions import region_of, regions
 from v41.report import CompileReport, programs_wanted, publish, source_of
@@ -88,9 +89,11 @@ def v41(
     }
     start = time.perf_counter()
 
+    names = [input_name(node) for node in gm.graph.nodes if node.op == "placeholder"]
+
     def inference(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         report.seconds["aot_autograd"] = time.perf_counter() - start
-        made.append(build(aten, ways(codegen, device), parsed.verify, report))
+        made.append(build(aten, ways(codegen, device), parsed.verify, report, names))
         return executor(*made[0])
 
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -106,9 +109,9 @@ def v41(
 
 
 def build(
-    aten: GraphModule, order: Sequence[str], check: bool, report: CompileReport
+    aten: GraphModule, order: Sequence[str], check: bool, report: CompileReport, names: Sequence[str]
 ) -> tuple[Plan, dict[str, Artifact]]:
-    """One functional ATen graph, all the way to the pieces of its plan and the artifact of each."""
+    """One functional ATen graph, all the way to its plan and an artifact a key. names: what the user calls inputs."""
     clock = time.perf_counter
     start = clock()
     programs = programs_wanted()
@@ -116,7 +119,10 @@ def build(
     with real_tensors():
         program, report.passes = run_pipeline(aten, check=check, programs=programs)
     report.seconds["passes"], start = clock() - start, clock()
-    plan = partition(program, cut_at=CUT_AT)
+    inputs = [node.name for node in program.graph.nodes if node.op == "placeholder"]
+    called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
+    plan = partition(program, cut_at=CUT_AT, along=ALONG, called=called)
+    check_plan(plan)
     report.seconds["partition"], start = clock() - start, clock()
     bodies = {piece.key: piece.body for piece in reversed(plan.pieces)}
     artifacts = {key: artifact(bodies[key], names, order, report) for key, names in plan.keys.items()}
