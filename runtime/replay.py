@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -29,6 +31,18 @@ from v41.runtime.chain import Chain
 from v41.runtime.executor import Artifact, Run, executor
 from v41.runtime.segments import segments
 from v41.runtime.static_inputs import StaticInputs, copies, dimensions, symbolic, uncopyable, with_copies
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One call of a Replayer: the graph of its sizes, if there is one, what went in and what came out."""
+
+    whole: Whole | None
+    inputs: list[Any]
+    results: tuple[Any, ...]
+
+
+WATCHER: ContextVar[list[Seen] | None] = ContextVar("v41_replay_watcher", default=None)  # gets the calls below it
 
 
 class Replayer:
@@ -52,14 +66,17 @@ class Replayer:
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         start = time.perf_counter_ns()
+        watcher = WATCHER.get()
+        given = None if watcher is None else list(inputs)
         with self.lock:
             whole = self.wholes.get(self._key(inputs))
-            if whole is None:
-                return self._choose(inputs)(inputs)
-            replays, results = self.log.replays, whole(inputs)
+            replays = self.log.replays
+            results = self._choose(inputs)(inputs) if whole is None else whole(inputs)
             if self.log.replays > replays:
                 self.log.host_ns += time.perf_counter_ns() - start
-            return results
+        if watcher is not None and given is not None:
+            watcher.append(Seen(whole, given, results))
+        return results
 
     def _key(self, inputs: list[Any]) -> tuple[int, ...]:
         return tuple([inputs[i] if axis is None else inputs[i].shape[axis] for i, axis in self.places])
@@ -141,12 +158,17 @@ class Whole:
             return self._warm_up(inputs)
         if self.failed or (self.graph is None and not self._capture(inputs)):
             return owner.plain(inputs)
+        moving = [inputs[i] for i in owner.moving]
+        inputs.clear()
+        return self.replay(moving)
+
+    def replay(self, moving: list[Tensor]) -> tuple[Any, ...]:
+        """Runs the graph on these values of the inputs that are copied."""
         assert self.graph is not None
         if self.views:
-            torch._foreach_copy_(self.views, [inputs[i] for i in owner.moving])
-        inputs.clear()
+            torch._foreach_copy_(self.views, moving)
         self.graph.replay()
-        owner.log.replays += 1
+        self.owner.log.replays += 1
         return copies(self.graph.results)
 
     def _warm_up(self, inputs: list[Any]) -> tuple[Any, ...]:

@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from v41 import backend
 from v41._compat import TorchDispatchMode, memory_of
 from v41.runtime.capture import Result
 
@@ -110,6 +112,20 @@ class CpuGraphs:
 
     def pool_bytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for _, tensor, _ in self.pool)
+
+
+def record_captures(patch: pytest.MonkeyPatch) -> list[CpuGraphs]:
+    """Every compile captures with CpuGraphs unless its options say off; they gather in the list."""
+    made: list[CpuGraphs] = []
+
+    def graphs_of(device: torch.device, capture: str) -> tuple[CpuGraphs | None, str]:
+        if capture == "off":
+            return None, "options"
+        made.append(CpuGraphs())
+        return made[-1], "test"
+
+    patch.setattr(backend, "graphs_of", graphs_of)
+    return made
 
 
 def tensors(values: Any) -> Iterable[Tensor]:

@@ -411,3 +411,37 @@ def without_ownership(value: Tensor) -> Tensor:
     borrowed = construct(owner.data_ptr(), value.device, owner.nbytes())
     empty = torch.empty(0, dtype=value.dtype, device=value.device)
     return empty.set_(borrowed, value.storage_offset(), value.shape, value.stride())
+
+
+def modes_around() -> tuple[object, ...]:
+    """What a compiled step depends on beside its arguments and its model: gradients, inference, autocast, dtype."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_any_autocast_enabled(),
+        torch.get_default_dtype(),
+        torch._C._len_torch_function_stack(),
+    )
+
+
+def on_registration(call: Callable[[Any], None]) -> Callable[[], None]:
+    """`call` gets every module in which a parameter, buffer or module is registered. Returns what ends that."""
+    from torch.nn.modules import module as modules
+
+    def hook(module: Any, name: str, value: Any) -> None:
+        call(module)
+
+    handles = [
+        register(hook)
+        for register in (
+            modules.register_module_parameter_registration_hook,
+            modules.register_module_buffer_registration_hook,
+            modules.register_module_module_registration_hook,
+        )
+    ]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end

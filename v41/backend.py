@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,14 +28,17 @@ from v41._compat import (
 )
 from v41.artifact_cache import open_cache
 from v41.errors import CodegenHasNoDevice, GradientsRequested
+from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
 from v41.passes.check_plan import check_plan
 from v41.passes.partition import partition
 from v41.passes.pipeline import ALONG, CUT_AT, PIPELINE, run_pipeline, text_of
 from v41.plan import Plan
 from v41.regions import region_of, regions
-from v41.report import CompileReport, programs_wanted, publish, source_of
-from v41.runtime.executor import Artifact, eager_artifact, executor
+from v41.report import Captures, CompileReport, programs_wanted, publish, source_of
+from v41.runtime.capture import CudaGraphs, Graphs
+from v41.runtime.executor import Artifact, Run, eager_artifact, executor
+from v41.runtime.replay import Replayer
 
 # ATen kernels whose decomposition rounds otherwise: they stay whole where eager's bits are promised, which is on a CPU
 # and wherever pieces run their ATen nodes. Inductor calls eager's kernel for them.
@@ -77,7 +81,7 @@ def v41(
     cache = open_cache(gm, parsed, [(each.name, each.run) for each in PIPELINE], device)
     stored = cache.load(report, example_inputs)
     if stored is not None:
-        compiled = stored.wrapped(executor(stored.plan, stored.artifacts), example_inputs)
+        compiled = stored.wrapped(run_of(stored.plan, stored.artifacts, parsed, device, report), example_inputs)
         publish(report)
         return compiled
     report.cache = cache.says
@@ -94,7 +98,7 @@ def v41(
     def inference(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         report.seconds["aot_autograd"] = time.perf_counter() - start
         made.append(build(aten, ways(codegen, device), parsed.verify, report, names))
-        return executor(*made[0])
+        return run_of(*made[0], parsed, device, report)
 
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         raise gradients_requested(gm, example_inputs)
@@ -129,6 +133,33 @@ def build(
     report.seconds["codegen"] = clock() - start
     report.plan, report.pieces, report.artifacts = plan, len(plan.pieces), len(artifacts)
     return plan, artifacts
+
+
+def run_of(
+    plan: Plan, artifacts: Mapping[str, Artifact], options: Options, device: torch.device, report: CompileReport
+) -> Run:
+    """The boxed function that runs `plan`: captured where options and device allow, which `report.captures` counts."""
+    report.plan = plan = in_buckets(plan, options.buckets or {})
+    graphs, why = graphs_of(device, options.capture)
+    report.options["capture"] = ("off" if graphs is None else "on", why)
+    if graphs is None:
+        return executor(plan, artifacts)
+    report.captures = Captures(pool_bytes=graphs.pool_bytes)
+    return Replayer(plan, artifacts, graphs, report.captures)
+
+
+def in_buckets(plan: Plan, given: Mapping[str, Sequence[int]]) -> Plan:
+    """`plan` with the ladder of each size, by its name: `given`, else what model_def pads a batch to."""
+    names, own = dict.fromkeys(plan.sizes.values()), Buckets()
+    ladders = {name: tuple(given[name]) if name in given else own.ladder(name) for name in names}
+    return replace(plan, buckets={name: rungs for name, rungs in ladders.items() if rungs}, whole=own.whole)
+
+
+def graphs_of(device: torch.device, capture: str) -> tuple[Graphs | None, str]:
+    """What captures on `device`, and who decided."""
+    if capture == "off":
+        return None, "options"
+    return (CudaGraphs(device), "auto") if device.type == "cuda" else (None, f"auto: no CUDA graphs on {device.type}")
 
 
 def artifact(body: GraphModule, names: Sequence[str], order: Sequence[str], report: CompileReport) -> Artifact:

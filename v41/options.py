@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from v41.errors import InvalidOptionValue, ModeRefused, UnknownOption
 
 CODEGENS = ("auto", "eager", "inductor", "triton")
+CAPTURES = ("auto", "off")
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,16 @@ class Options:
     "triton" generates a kernel for each piece of regions on a GPU and leaves the others to Inductor (or eager),
     "auto" takes eager on a CPU, where programs are checked and Inductor needs minutes for its C++, Triton on a GPU, and
     elsewhere Inductor where it keeps the rounding points, else eager (the report says which and why).
+    `capture`: "auto" makes CUDA graphs of steps whose sizes lie on their ladders where there is a CUDA device.
+    `buckets`: name of a size -> the ladder it is padded to, where not to the model's own (model_def/buckets.py).
     `verify`: check every program after every pass (lint, order, meta, effects, aliases, signature).
     `cache`: take what an earlier process compiled, and leave what this one compiles (artifact_store.py says where).
     """
 
     codegen: str = "auto"
     verify: bool = False
+    capture: str = "auto"
+    buckets: Mapping[str, Sequence[int]] | None = None
     cache: bool = True
 
 
@@ -38,12 +43,22 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
         if name not in {field.name for field in fields(Options)}:
             raise UnknownOption("torch.compile(options=...)", option=name, known=known)
     parsed = Options(**given)
-    if parsed.codegen not in CODEGENS:
-        raise _invalid("codegen", parsed.codegen, " or ".join(map(repr, CODEGENS)))
+    for name, words in (("codegen", CODEGENS), ("capture", CAPTURES)):
+        if getattr(parsed, name) not in words:
+            raise _invalid(name, getattr(parsed, name), " or ".join(map(repr, words)))
+    if not isinstance(parsed.buckets, Mapping | None) or not all(map(_is_ladder, (parsed.buckets or {}).items())):
+        raise _invalid("buckets", parsed.buckets, "a dict from names of sizes to tuples of ascending integers above 0")
     for switch in ("verify", "cache"):
         if not isinstance(value := getattr(parsed, switch), bool):
             raise _invalid(switch, value, "True or False")
     return parsed
+
+
+def _is_ladder(item: tuple[object, object]) -> bool:
+    name, rungs = item
+    if not isinstance(name, str) or not isinstance(rungs, tuple | list) or not rungs:
+        return False
+    return all(type(n) is int and n > 0 for n in rungs) and list(rungs) == sorted({*rungs})
 
 
 def _invalid(option: str, value: object, allowed: str) -> InvalidOptionValue:

@@ -59,7 +59,11 @@ def test_a_perceptron() -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     (report,) = check(net, torch.randn(3, 8))
     assert (report.pieces, report.artifacts, report.graph_break, report.recompiles) == (1, 1, None, 0)
-    assert report.options == {"codegen": ("eager", "options"), "verify": (True, "options")}
+    assert report.options == {
+        "codegen": ("eager", "options"),
+        "verify": (True, "options"),
+        "capture": ("off", "auto: no CUDA graphs on cpu"),
+    }
 
 
 def test_a_convolution() -> None:

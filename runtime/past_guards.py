@@ -1,0 +1,177 @@
+"""past_guards: a compiled model that, where a step is one graph, goes to the graph past Dynamo.
+
+    step = v41.past_guards(torch.compile(model, backend="v41"))
+    logits = step(batch, cache)        the same results; the first steps of each size go through the compiled model
+
+Dynamo reads and guards every parameter at every call: some hundred µs for a model of hundreds of them, more than all
+else on the host. Here a call checks what a graph rests on, in this order:
+
+    arguments    shape, dtype and number of the tensors in each; numbers beside them; an argument none of whose tensors
+                 changes its size (a cache) is the same object
+    addresses    of every parameter, buffer and cache tensor: one comparison in C++
+    modules      no parameter, buffer or module was registered in the model since (hooks that torch offers)
+    modes        of gradients, inference, autocast, the default dtype and the model's training
+
+Anything else than before goes through the compiled model and its guards. What is not seen: another plain attribute (an
+eps) or forward hook of a module; `forget()` after such a change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from v41._compat import modes_around, on_registration, same_addresses
+from v41.runtime.replay import WATCHER, Seen, Whole
+
+Leaves = Callable[[tuple[Any, ...]], tuple[list[Tensor], tuple[Any, ...]]]
+
+
+def past_guards(compiled: Callable[..., Any]) -> PastGuards:
+    """A callable like `compiled`, which torch.compile(model, backend="v41") returned, for positional arguments."""
+    return PastGuards(compiled)
+
+
+@dataclass(frozen=True)
+class Route:
+    """A graph, and where its inputs and results lie among the leaves of a call."""
+
+    whole: Whole
+    inputs: list[Any]  # of the graph's plan, parameters among them
+    moving: tuple[int, ...]  # leaves that are copied
+    places: tuple[tuple[int, int], ...]  # (input, leaf) of those that stay
+    same: tuple[tuple[int, Any], ...]  # (argument, object) of those that hold none that moves
+    result: int
+
+    def fits(self, args: Sequence[Any], leaves: Sequence[Tensor]) -> bool:
+        whole = self.whole
+        if whole.graph is None or any(args[i] is not value for i, value in self.same):
+            return False
+        for place, leaf in self.places:
+            self.inputs[place] = leaves[leaf]
+        return same_addresses(self.inputs, whole.addresses, whole.owner.fixed)
+
+
+class PastGuards:
+    """Calls `compiled` past its guards where it can. See the head of this file for what it checks."""
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self.compiled = compiled
+        self.model = getattr(compiled, "_orig_mod", None)
+        self.routes: dict[object, Route] = {}
+        self.read: Leaves | None = None
+        if isinstance(self.model, nn.Module):
+            watched = {id(module) for module in self.model.modules()}
+            self._unwatch = on_registration(_forgetting(weakref.ref(self), watched))
+            weakref.finalize(self, self._unwatch)
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            leaves, told = self.read(args) if self.read is not None else ([], ())
+        except (AttributeError, LookupError, TypeError):
+            return self._learn(args)
+        key = (told, modes_around(), self.model is not None and self.model.training)
+        route = self.routes.get(key)
+        if route is None or not route.fits(args, leaves):
+            return self._learn(args)
+        owner = route.whole.owner
+        with owner.lock:
+            return route.whole.replay([leaves[i] for i in route.moving])[route.result]
+
+    def forget(self) -> None:
+        """Sends the next call of every size through the compiled model."""
+        self.routes.clear()
+
+    def _learn(self, args: tuple[Any, ...]) -> Any:
+        """Through the compiled model; if one graph was all that ran, the next call like this may go there."""
+        seen: list[Seen] = []
+        token = WATCHER.set(seen)
+        try:
+            result = self.compiled(*args)
+        finally:
+            WATCHER.reset(token)
+        if len(seen) == 1 and seen[0].whole is not None and isinstance(result, Tensor):
+            self.read = reader(args)
+            leaves, told = self.read(args)
+            route = route_of(seen[0], seen[0].whole, args, leaves, result)
+            if route is not None:
+                key = (told, modes_around(), self.model is not None and self.model.training)
+                self.routes[key] = route
+        return result
+
+
+def _forgetting(owner: weakref.ref[PastGuards], watched: set[int]) -> Callable[[nn.Module], None]:
+    def registered(module: nn.Module) -> None:
+        if id(module) in watched and (mine := owner()) is not None:
+            mine.forget()
+
+    return registered
+
+
+def route_of(seen: Seen, whole: Whole, args: tuple[Any, ...], leaves: Sequence[Tensor], result: Tensor) -> Route | None:
+    """How a later call finds the graph; None where an input that is copied is no leaf, or the result is another's."""
+    leaf_of = {(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype): i for i, leaf in enumerate(leaves)}
+
+    def leaf(place: int) -> int | None:
+        value = seen.inputs[place]
+        return leaf_of.get((value.data_ptr(), value.shape, value.stride(), value.dtype))
+
+    moving = [leaf(place) for place in whole.owner.moving]
+    results = [i for i, value in enumerate(seen.results) if value is result]
+    if not results or any(i is None for i in moving):
+        return None
+    owner_of = [i for i, arg in enumerate(args) for _ in paths(arg, "")]
+    alive = {owner_of[i] for i in moving if i is not None}
+    return Route(
+        whole,
+        [None if i in set(whole.owner.moving) else value for i, value in enumerate(seen.inputs)],
+        tuple(i for i in moving if i is not None),
+        tuple((place, i) for place in whole.owner.fixed if (i := leaf(place)) is not None),
+        tuple((i, arg) for i, arg in enumerate(args) if i not in alive),
+        results[0],
+    )
+
+
+def reader(args: tuple[Any, ...]) -> Leaves:
+    """A function of arguments like these: their tensors, and all else that must be as it was for a graph to serve."""
+    found = [(kind, path) for i, arg in enumerate(args) for kind, path in _parts(arg, f"args[{i}]")]
+    tensors = [path for kind, path in found if kind == "tensor"]
+    others = [f"len({path})" if kind == "container" else path for kind, path in found if kind != "tensor"]
+    scope: dict[str, Any] = {}
+    lines = [
+        "def read(args):",
+        f"    leaves = [{', '.join(tensors)}]",
+        f"    return leaves, (len(args), *[(t.shape, t.dtype) for t in leaves], {', '.join(others)})",
+    ]
+    exec("\n".join(lines), scope)
+    return scope["read"]
+
+
+def paths(value: Any, path: str) -> list[str]:
+    """Where the tensors in `value` are, as Python: ".tokens", ".blocks[2]"."""
+    return [found for kind, found in _parts(value, path) if kind == "tensor"]
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Tensors, containers of tensors, and the numbers and words beside them; objects without a tensor are passed by."""
+    if isinstance(value, Tensor):
+        yield "tensor", path
+    elif isinstance(value, (bool, int, float, str)) or value is None:
+        yield "constant", path
+    else:
+        items: list[tuple[str, Any]] = []
+        if is_dataclass(value) and not isinstance(value, type):
+            items = [(f"{path}.{field.name}", getattr(value, field.name)) for field in fields(value)]
+        elif isinstance(value, Mapping):
+            items = [(f"{path}[{key!r}]", item) for key, item in value.items()]
+        elif isinstance(value, (tuple, list)):
+            items = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+        inside = [part for name, item in items for part in _parts(item, name)]
+        if any(kind == "tensor" for kind, _ in inside):
+            if not is_dataclass(value):
+                yield "container", path
+            yield from inside

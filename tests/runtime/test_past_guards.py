@@ -1,0 +1,187 @@
+"""past_guards: results are the compiled model's, and whatever a graph rests on sends a changed call back through it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.decorators import mark_unbacked
+
+import v41
+from tests.cpu_graphs import record_captures
+from v41.runtime.past_guards import PastGuards, paths, reader
+
+WIDTH = 4
+
+
+@dataclass(frozen=True)
+class Rows:
+    x: Tensor
+    more: dict[int, Tensor]
+    scale: int
+    note: object = None  # nobody reads it
+
+
+@dataclass(frozen=True)
+class State:
+    slots: int
+    sums: tuple[Tensor, ...]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, rows: Rows, state: State) -> Tensor:
+        h = self.inner(rows.x) * rows.scale + self.shift * (2 if self.training else 1)
+        for extra in rows.more.values():
+            h = h + extra.unsqueeze(-1)
+        state.sums[0].add_(h.sum())
+        return h + state.sums[0] + state.slots
+
+
+def rows(n: int, scale: int = 3, dtype: torch.dtype = torch.float32, extras: int = 1) -> Rows:
+    made = Rows(torch.randn(n, WIDTH, dtype=dtype), {i: torch.randn(n) for i in range(extras)}, scale, object())
+    for tensor in (made.x, *made.more.values()):
+        mark_unbacked(tensor, 0, shape_id="rows")
+    return made
+
+
+class Calls:
+    """The compiled model, the eager one and the callable under test, each with a state of its own."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Model().eval()
+        self.compiled = torch.compile(self.model, backend="v41", fullgraph=True)
+        self.slow = 0
+        self.step = PastGuards(self.compiled)
+        self.step.compiled = self.count
+        self.states = [State(1, (torch.zeros(()),)) for _ in range(2)]
+
+    def count(self, *args: Any) -> Any:
+        self.slow += 1
+        return self.compiled(*args)
+
+    def __call__(self, given: Rows) -> int:
+        """One step; how many calls of the compiled model it took."""
+        before = self.slow
+        ours, theirs = self.step(given, self.states[0]), self.model(given, self.states[1])
+        assert torch.equal(ours, theirs)
+        assert torch.equal(self.states[0].sums[0], self.states[1].sums[0])
+        return self.slow - before
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    torch.compiler.reset()
+    record_captures(monkeypatch)
+    with torch.no_grad():
+        yield Calls()
+
+
+def test_a_size_goes_past_the_guards_once_its_graph_was_replayed(calls: Calls) -> None:
+    with v41.collect() as reports:
+        taken = [calls(rows(n)) for n in (2, 2, 2, 2, 4, 4, 4, 2, 3, 3, 4)]
+    assert taken == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0]  # 3 is in no bucket
+    assert len(reports) == 1 and reports[0].captures is not None and reports[0].captures.replays == 7
+
+
+def replaced(model: Model) -> None:
+    model.inner.weight = nn.Parameter(2 * model.inner.weight)
+
+
+def moved(model: Model) -> None:
+    model.inner.weight.data = 2 * model.inner.weight
+
+
+def new_layer(model: Model) -> None:
+    model.inner = nn.Linear(WIDTH, WIDTH)
+
+
+def new_buffer(model: Model) -> None:
+    model.shift = torch.full((WIDTH,), 5.0)
+
+
+def loaded(model: Model) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+
+
+CHANGES: dict[str, Callable[[Calls], Any]] = {
+    "a parameter is replaced": lambda calls: replaced(calls.model),
+    "a parameter's memory is": lambda calls: moved(calls.model),
+    "a layer is": lambda calls: new_layer(calls.model),
+    "a buffer is": lambda calls: new_buffer(calls.model),
+    "weights are loaded": lambda calls: loaded(calls.model),
+    "training": lambda calls: calls.model.train(),
+    "another state": lambda calls: [
+        calls.states.__setitem__(i, State(7, (torch.full((), 9.0),))) for i in range(2)
+    ],
+    "forget": lambda calls: calls.step.forget(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(calls: Calls, change: str) -> None:
+    assert [calls(rows(2)) for _ in range(3)] == [1, 1, 0]
+    CHANGES[change](calls)
+    assert calls(rows(2)) == 1
+    assert calls(rows(2)) <= 1 and calls(rows(2)) <= 1
+
+
+@pytest.mark.parametrize(
+    "other", [rows(2, scale=4), rows(2, dtype=torch.float64), rows(2, extras=2)], ids=["number", "dtype", "container"]
+)
+def test_another_argument_is_seen(calls: Calls, other: Rows) -> None:
+    assert [calls(rows(2)) for _ in range(3)] == [1, 1, 0]
+    if other.x.dtype == torch.float64:
+        with pytest.raises(RuntimeError):
+            calls(other)
+        assert calls.slow == 3
+    else:
+        assert calls(other) == 1
+    assert calls(rows(2)) <= 1  # what was learned of the other shape may have taken its place
+
+
+def test_weights_changed_in_place_are_read(calls: Calls) -> None:
+    assert [calls(rows(2)) for _ in range(3)] == [1, 1, 0]
+    calls.model.inner.weight.mul_(3)
+    assert calls(rows(2)) == 0
+
+
+def test_other_modes_are_seen(calls: Calls) -> None:
+    assert [calls(rows(2)) for _ in range(3)] == [1, 1, 0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert calls(rows(2)) == 1
+    with torch.enable_grad(), pytest.raises(Exception, match="require gradients"):
+        calls(rows(2))
+
+
+def test_the_hooks_end_with_the_callable() -> None:
+    from torch.nn.modules import module
+
+    gc.collect()  # of tests before
+    before = len(module._global_parameter_registration_hooks)
+    step: PastGuards | None = v41.past_guards(torch.compile(Model(), backend="v41"))
+    assert step is not None and len(module._global_parameter_registration_hooks) == before + 1
+    step = None
+    gc.collect()
+    assert len(module._global_parameter_registration_hooks) == before
+
+
+def test_a_reader_reads_tensors_and_tells_the_rest() -> None:
+    given, state = rows(2), State(1, (torch.zeros(()),))
+    read = reader((given, state))
+    leaves, told = read((given, state))
+    assert leaves[0] is given.x and leaves[1] is given.more[0] and leaves[2] is state.sums[0]
+    assert paths(given, "b") == ["b.x", "b.more[0]"]
+    assert read((replace(given, note=1), state))[1] == told
+    assert read((replace(given, scale=1), state))[1] != told
+    assert read((given, replace(state, sums=(*state.sums, given.x))))[1] != told
