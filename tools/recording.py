@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.generation import Choose, Forward, Request, generate, greedy
@@ -89,7 +90,8 @@ def run(
     cache = Cache.zeros(config, len(requests), max(request.length for request in requests), device)
     steps: list[Step] = []
     start = time.perf_counter()
-    for made in generate(forward, config, cache, requests, chunk=chunk, choose=choose):
+    buckets = Buckets() if cache.device.type == "cuda" else None  # where nothing is captured, pads are wasted work
+    for made in generate(forward, config, cache, requests, chunk=chunk, choose=choose, buckets=buckets):
         logits, parts = made.logits.cpu(), list(zip(made.requests, made.chunks, strict=True))
         rows, places = sum(part.end - part.start for _, part in parts), tuple((i, part.end - 1) for i, part in parts)
         steps.append(Step(rows, places, logits, time.perf_counter() - start))

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from v41.report import CompileReport, Decision, PassRun
+from v41.tools.captures_view import capture_remarks, capture_values, captures_table
 from v41.tools.plan_view import borders, borders_table, rounding_table, rounding_values
 from v41.tools.tables import add, table
 
@@ -46,6 +47,11 @@ def show(console: Console, reports: Sequence[CompileReport]) -> None:
             if made is not None:
                 console.print()
                 console.print(made)
+        if report.captures is not None:
+            console.print()
+            console.print(captures_table(report.captures))
+            for line in capture_remarks(report.captures):
+                console.print(Text(line), soft_wrap=True)
 
 
 def passes_table(passes: Sequence[PassRun]) -> Table:
@@ -122,6 +128,7 @@ def as_json(reports: Sequence[CompileReport]) -> list[dict[str, Any]]:
             "cache": report.cache,
             "borders": borders(report.plan) if report.plan else {},
             "rounding": rounding_values(report.plan) if report.plan else [],
+            "captures": capture_values(report.captures) if report.captures else None,
             "seconds": dict(report.seconds),
             "options": {name: {"value": value, "set_by": who} for name, (value, who) in report.options.items()},
         }
