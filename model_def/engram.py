@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from v41.model_def.config import V41Config
+from v41.model_def.constant import Constant
 from v41.model_def.engram_constants import multipliers, table_offsets, table_primes
 from v41.model_def.errors import TokenMapError
 from v41.model_def.linear import linear
@@ -46,6 +47,8 @@ class EngramTable(nn.Module):
 
 class Engram(nn.Module):
     """`token_map` [vocab] int64 gives compressed ids. It follows from the tokenizer; without one, ids wrap around."""
+
+    eps = Constant()
 
     def __init__(self, config: V41Config, layer: int) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ from v41.model_def.batch import Batch
 from v41.model_def.cache import Cache
 from v41.model_def.checkpoint import load_checkpoint
 from v41.model_def.config import LayerRole, V41Config
+from v41.model_def.constant import Constant
 from v41.model_def.engram import Engram
 from v41.model_def.linear import Fp32Linear
 from v41.model_def.mhc import Mix, boundary, collapse, entry_streams, post
@@ -82,9 +83,11 @@ class V41ForCausalLM(nn.Module):
 class Layer(nn.Module):
     """The parameters of one layer. What it does with them is in `V41ForCausalLM.forward`."""
 
+    hc_eps, norm_eps = Constant(), Constant()
+
     def __init__(self, config: V41Config, role: LayerRole) -> None:
         super().__init__()
-        self.config = config
+        self.hc_iters, self.hc_eps, self.norm_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
         self.engram = Engram(config, role.layer) if role.engram else None
         self.attn_norm, self.ffn_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
         self.attn, self.ffn = Attention(config, role), MoE(config)
@@ -100,8 +103,7 @@ class Layer(nn.Module):
         return self.mix(self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, self.ffn_norm)
 
     def mix(self, fn: Tensor, base: Tensor, scale: Tensor, norm: RMSNorm) -> Mix:
-        config = self.config
-        return Mix(fn, base, scale, norm, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
+        return Mix(fn, base, scale, norm, self.hc_iters, self.hc_eps, self.norm_eps)
 
 
 class Embedding(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
 from v41.model_def.config import V41Config
+from v41.model_def.constant import Constant
 from v41.model_def.linear import linear
 from v41.model_def.quantization import GROUP, dequantize_mxfp4, fake_quant_fp8, quantize_mxfp4
 from v41.model_def.topk import topk_lowest_index
@@ -22,6 +23,8 @@ from v41.model_def.topk import topk_lowest_index
 
 class Gate(nn.Module):
     """fp32 throughout. `bias` balances the load: it moves the choice and never the weight."""
+
+    scaling = Constant()
 
     def __init__(self, config: V41Config) -> None:
         super().__init__()
@@ -79,6 +82,8 @@ class Fp4ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """The routed experts on rows sorted by expert."""
 
+    limit = Constant()
+
     def __init__(self, config: V41Config) -> None:
         super().__init__()
         kind = Fp4ExpertLinear if config.expert_dtype == "fp4" else ExpertLinear
@@ -94,6 +99,8 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
+    limit = Constant()
+
     def __init__(self, config: V41Config) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.moe_intermediate_size

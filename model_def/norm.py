@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from v41.model_def.constant import Constant
+
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension, kept. x is fp32."""
@@ -19,6 +21,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class RMSNorm(nn.Module):
     """Weights are bf16, as stored; V4.1 sets eps to 1e-20 everywhere."""
+
+    eps = Constant()
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

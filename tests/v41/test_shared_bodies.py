@@ -16,17 +16,17 @@ from v41.model_def.model import V41ForCausalLM
 from v41.regions import invoke_subgraph
 
 
-def like_layers(count: int) -> V41Config:
+def like_layers(count: int, **changes: Any) -> V41Config:
     """A source of ratio 1, its readers behind it."""
     plan = dict(num_hidden_layers=count, compress_ratios=(1,) * count, kv_source_layer_ids=(0,),
                 index_source_layer_ids=(0,), candidate_source_layer_id=None, engram_layer_ids=(),
                 engram_num_embeddings=())  # fmt: skip
-    return V41Config(**PRESETS["tiny"] | plan)
+    return V41Config(**PRESETS["tiny"] | plan | changes)
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    """Dynamo takes a number that differs from the model before it for one that varies, which a subgraph cannot."""
+    """Dynamo compiles one function eight times at most, and other tests of this process may have."""
     torch._dynamo.reset()
 
 
@@ -60,8 +60,8 @@ def test_like_layers_share_their_bodies() -> None:
 
 
 FLAWS = {
-    "eps of Sinkhorn": lambda layer: setattr(layer, "config", layer.config.replace(hc_eps=1e-2)),
-    "iterations of Sinkhorn": lambda layer: setattr(layer, "config", layer.config.replace(hc_sinkhorn_iters=3)),
+    "eps of Sinkhorn": lambda layer: setattr(layer, "hc_eps", 1e-2),
+    "iterations of Sinkhorn": lambda layer: setattr(layer, "hc_iters", 3),
     "eps of a norm": lambda layer: setattr(layer.attn.q_norm, "eps", 0.5),
     "scaling of the gate": lambda layer: setattr(layer.ffn.gate, "scaling", 7.0),
     "limit of an expert": lambda layer: setattr(layer.ffn.experts, "limit", 0.01),
@@ -78,3 +78,43 @@ def test_a_layer_that_differs_has_a_body_of_its_own(flaw: str) -> None:
     expected = run(model, None)
     assert not torch.equal(expected, before), "the flaw shows in nothing"
     assert torch.equal(run(model, "v41"), expected)
+
+
+IN_TURN: tuple[dict[str, Any], ...] = (  # no two are one program
+    {"hc_eps": 1e-2, "swiglu_limit": 0.1},
+    {"hc_eps": 1e-3, "routed_scaling_factor": 3.0, "rms_norm_eps": 0.5},
+    {"hc_sinkhorn_iters": 3, "compress_rope_theta": 500.0},
+)
+
+
+def numbers_of(gm: GraphModule) -> set[float]:
+    nodes = [node for body in gm.modules() if isinstance(body, GraphModule) for node in body.graph.nodes]
+    return {arg for node in nodes for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, float)}
+
+
+def test_models_of_other_numbers_are_traced_one_after_another() -> None:
+    """Each has its numbers in its graph, not as inputs, and computes what it computes in eager."""
+    graphs: list[GraphModule] = []
+    window_only: dict[str, Any] = dict.fromkeys(("kv_source_layer_ids", "index_source_layer_ids"), ())
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    for changes in IN_TURN:
+        torch.manual_seed(0)
+        model = V41ForCausalLM(like_layers(1, compress_ratios=(0,), **window_only, **changes)).eval()
+        assert torch.equal(run(model, backend), run(model, None))
+        wanted = {model.config.hc_eps, model.config.rms_norm_eps, model.config.swiglu_limit}
+        assert wanted <= numbers_of(graphs[-1])
+    assert len(graphs) == len(IN_TURN)
+
+
+@pytest.mark.slow
+def test_models_of_other_numbers_compile_one_after_another() -> None:
+    torch.manual_seed(0)
+    models = [V41ForCausalLM(like_layers(2, **changes)).eval() for changes in ({}, *IN_TURN, {})]
+    models[-1].load_state_dict(models[0].state_dict())
+    results = [run(model, "v41") for model in models]
+    assert all(torch.equal(result, run(model, None)) for model, result in zip(models, results, strict=True))
+    assert torch.equal(results[0], results[-1]) and not torch.equal(results[0], results[1])
