@@ -48,6 +48,7 @@ from v41.report import source_of
 
 Parts = dict[str, dict[str, str]]
 
+ROOT = Path(__file__).resolve().parent
 COMPILER = ("", "passes", "lowering", "runtime")  # folders of v41 whose sources decide what is compiled
 SHIPPED = frozenset({"aten", "prims", "prim", "inductor", "quantized", "_c10d_functional", "c10d", "symm_mem"})
 OF_TORCH = ("torch", "operator", "_operator", "math", "builtins")  # their functions change with the versions alone
@@ -107,9 +108,8 @@ def key_of(
     })  # fmt: skip
 
 
-def sources() -> dict[str, str]:
-    """Every source file of the compiler, relative to v41/, with a hash of its content."""
-    root = Path(__file__).resolve().parent
+def sources(root: Path = ROOT) -> dict[str, str]:
+    """Every source file of the compiler under `root`, relative to it, with a hash of its content."""
     found = {}
     for folder in COMPILER:
         for where, folders, files in os.walk(root / folder, followlinks=True):

@@ -73,7 +73,7 @@ class BodyNotKept(V41Error):
     """No facts."""
 
     found = "the ATen graph of a piece that came from the cache was asked for, and is not kept there"
-    fix = 'compile with options={"cache": False}'
+    fix = 'compile with options={{"cache": False}}'
 
 
 class BenchNeedsGPU(V41Error):

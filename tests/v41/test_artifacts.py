@@ -1,0 +1,432 @@
+"""A second process loads what the first compiled: the same bits; anything that differs, or is damaged, is a miss."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx import GraphModule
+
+import v41
+from tests.v41.artifact_process import arguments, plain, run, step
+from v41 import artifact_cache, artifact_key, artifact_store, backend
+from v41._compat_cache import NotStorable, code_hash
+from v41.artifact_key import Key, key_of
+from v41.artifact_store import ArtifactCacheWarning, ArtifactStore, Damaged, Miss, Pickler, checked
+from v41.errors import BodyNotKept
+from v41.lowering.generated import GeneratedPiece, generate_piece
+from v41.passes.pipeline import PIPELINE, Pass
+from v41.report import CompileReport
+from v41.text_code import define
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ArtifactStore]:
+    """A store of the test's own, and no compiled code from the test before."""
+    monkeypatch.setenv("V41_CACHE_DIR", str(tmp_path / "programs"))
+    torch.compiler.reset()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", ArtifactCacheWarning)
+        yield ArtifactStore(tmp_path / "programs")
+
+
+def again(sizes: tuple[int, ...] = (3,), codegen: str = "eager") -> tuple[CompileReport, list[Any]]:
+    """As in a new process: Dynamo knows nothing."""
+    torch.compiler.reset()
+    return run(codegen, sizes)
+
+
+def expected(sizes: tuple[int, ...] = (3,)) -> list[Any]:
+    """What eager returns and leaves, as `plain` spells it."""
+    return plain([(step(*given), given) for given in map(arguments, sizes)])
+
+
+def compiled_twice(function: Callable[..., Any], *args: Any) -> tuple[list[str], Callable[..., Any]]:
+    """What the cache said of two compiles, and the second's function."""
+    told = []
+    for _ in range(2):
+        torch.compiler.reset()
+        made = torch.compile(function, backend="v41", options={"codegen": "eager"})
+        with v41.collect() as reports:
+            made(*(arg.clone() if isinstance(arg, Tensor) else arg for arg in args))
+        told += [report.cache for report in reports]
+    return told, made
+
+
+def entry(store: ArtifactStore) -> Path:
+    (path,) = store.directory.glob("*")
+    return path
+
+
+def test_a_hit_has_the_bits_and_the_report_of_the_miss() -> None:
+    sizes = (3, 0, 1, 7)
+    (cold, first), (warm, second) = again(sizes), again(sizes)
+    assert cold.cache == "miss: the store is empty; stored"
+    assert warm.cache.startswith("hit ") and list(warm.seconds) == ["cache"]
+    assert plain(first) == plain(second) == expected(sizes)
+    for name in ("options", "passes", "pieces", "artifacts", "kernels", "fallbacks"):
+        assert getattr(warm, name) == getattr(cold, name), name
+    assert str(warm.plan) == str(cold.plan)
+    with pytest.raises(BodyNotKept):
+        _ = warm.plan.pieces[0].body.graph  # type: ignore[union-attr]
+
+
+def test_processes_that_compile_at_once_and_one_after_them(store: ArtifactStore) -> None:
+    command = [sys.executable, "-m", "tests.v41.artifact_process", "eager"]
+    together = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    told = [json.loads(process.communicate()[0].splitlines()[-1]) for process in together]
+    assert [process.returncode for process in together] == [0, 0]
+    report, results = again()
+    assert report.cache.startswith("hit ")
+    assert told[0]["results"] == told[1]["results"] == json.loads(json.dumps(plain(results)))
+    assert entry(store).suffix == ".v41", "one entry, and no file that was being written"
+
+
+def test_aliases_of_inputs_are_aliases_in_a_loaded_program() -> None:
+    told, function = compiled_twice(lambda x: (x, None, x[1], x * 2), torch.ones(3, 2))
+    assert told[1].startswith("hit ")
+    x = torch.ones(3, 2)
+    same, none, row, double = function(x)
+    x.zero_()
+    assert same is x and none is None and row.count_nonzero() == 0 and double.count_nonzero() == 6
+
+
+def test_a_recompile_for_a_symbolic_size_is_stored_too() -> None:
+    for times in range(2):
+        torch.compiler.reset()
+        function = torch.compile(lambda x: x.sum(0) * x.shape[0], backend="v41", options={"codegen": "eager"})
+        with v41.collect() as reports:
+            for rows in (3, 4, 5):
+                x = torch.randn(rows, 2)
+                assert torch.equal(function(x), x.sum(0) * rows)
+        assert [(r.cache.split()[0], r.recompiles) for r in reports] == [(("miss:", "hit")[times], n) for n in (0, 1)]
+
+
+# ---- the key
+
+
+def graph_of(function: Callable[..., Any], *args: Any) -> GraphModule:
+    graphs: list[GraphModule] = []
+
+    def keep(gm: GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compiler.reset()
+    torch.compile(function, backend=keep, fullgraph=True)(*args)
+    return graphs[0]
+
+
+def key(function: Callable[..., Any] = step, args: tuple[Any, ...] | None = None, **facts: Any) -> Key:
+    known = {"options": {}, "passes": [], "device": torch.device("cpu")} | facts
+    return key_of(graph_of(function, *(arguments(3) if args is None else args)), **known)
+
+
+def scaled(by: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * by + 1
+
+
+def test_equal_programs_have_one_key_whatever_the_values_and_rows() -> None:
+    assert key().digest == key(args=arguments(5)).digest
+
+
+X, WIDE = (torch.ones(2, 2),), torch.ones(2, 3)
+CHANGES: dict[str, tuple[str, Callable[[], tuple[Key, Key]]]] = {
+    "a constant by its last bit": (
+        "program: numbers",
+        lambda: (key(scaled(2.5), X), key(scaled(2.5 + 2**-51), X)),
+    ),
+    "the sign of a zero": ("program: numbers", lambda: (key(scaled(0.0), X), key(scaled(-0.0), X))),
+    "an operator": ("program: wiring", lambda: tuple(key(f, X) for f in (torch.sin, torch.cos))),
+    "a dtype": ("program: inputs", lambda: tuple(key(scaled(2.0), (x,)) for x in (X[0], X[0].double()))),
+    "strides": ("program: inputs", lambda: tuple(key(scaled(2.0), (x,)) for x in (WIDE, WIDE.T.contiguous().T))),
+    "an option": ("options: verify", lambda: tuple(key(options={"verify": on}) for on in (True, False))),
+    "a pass": ("passes: 0 p", lambda: tuple(key(passes=[("p", run)]) for run in (lambda gm: [], lambda gm: [1]))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_is_named(change: str) -> None:
+    part, make = CHANGES[change]
+    one, other = make()
+    lines = [line for line in one.differences(other.parts) if not line.startswith("program: lines")]
+    assert one.digest != other.digest
+    assert len(lines) == 1 and lines[0].startswith(part), lines
+
+
+@pytest.mark.parametrize("part, patch", [
+    ("torch: inductor", lambda m: m.setattr(torch._inductor.config, "epilogue_fusion", False)),
+    ("torch: matmul precision", lambda m: m.setattr(torch, "get_float32_matmul_precision", lambda: "high")),
+    ("environment: TRITON_INTERPRET", lambda m: m.setenv("TRITON_INTERPRET", "1")),
+    ("versions: torch", lambda m: m.setattr(torch, "__version__", "9.9")),
+    ("device: capability", lambda m: m.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "other")),
+    ("sources: passes/canonicalize.py", lambda m: m.setitem(artifact_key.SOURCES, "passes/canonicalize.py", "other")),
+])  # fmt: skip
+def test_surroundings_are_in_the_key(part: str, patch: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(scaled(2.0), X)
+    patch(monkeypatch)
+    assert before.differences(key(scaled(2.0), X).parts) == [part]
+
+
+def test_every_source_of_the_compiler_is_in_the_key(tmp_path: Path) -> None:
+    assert {"backend.py", "passes/analysis/effects.py", "lowering/rowwise/emit.py", "runtime/executor.py"} <= set(
+        artifact_key.sources()
+    )
+    (tmp_path / "passes").mkdir()
+    for text in ("A = 1\n", "A = 2\n"):
+        (tmp_path / "passes" / "one.py").write_text(text)
+        made = artifact_key.sources(tmp_path)
+        assert list(made) == ["passes/one.py"]
+        other, made = made, artifact_key.sources(tmp_path)
+    (tmp_path / "passes" / "one.py").write_text("A = 3\n")
+    assert artifact_key.sources(tmp_path) != other
+
+
+def test_the_fake_of_a_custom_operator_is_in_the_key() -> None:
+    keys = []
+    for fake in (lambda x: torch.empty_like(x), lambda x: torch.empty_like(x).contiguous()):
+        with torch.library._scoped_library("v41_artifacts", "DEF") as library:
+            library.define("twice(Tensor x) -> Tensor")
+            library.impl("twice", lambda x: x * 2, "CPU")
+            torch.library.register_fake("v41_artifacts::twice", fake, lib=library)
+            keys.append(key(lambda x: torch.ops.v41_artifacts.twice(x), X))
+    assert keys[0].differences(keys[1].parts) == ["operators: v41_artifacts.twice.default"]
+
+
+def test_the_hash_of_code_sees_what_it_reads() -> None:
+    def outer(inner: Callable[[], int], default: float = 1.0) -> Callable[..., Any]:
+        def call(by: float = default) -> float:
+            return by * inner()
+
+        return call
+
+    hashes = {code_hash(outer(*args)) for args in [(lambda: 1,), (lambda: 2,), (lambda: 1, 2.0)]}
+    assert len(hashes) == 3
+    assert code_hash(outer(lambda: 1)) in hashes
+
+
+def a_function_of_the_user(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_a_graph_that_no_key_can_tell_apart_has_none() -> None:
+    torch._dynamo.allow_in_graph(a_function_of_the_user)
+    told, _ = compiled_twice(lambda x: a_function_of_the_user(x) + 1, *X)
+    assert all(line.startswith("off: the graph calls") for line in told), told
+    holder = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    with pytest.raises(NotStorable, match=r"is a|holds"):
+        key_of(holder, options={}, passes=[], device=torch.device("cpu"))
+
+
+# ---- the store
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": cut,
+    "a flipped bit": flip,
+    "empty": lambda path: path.write_bytes(b""),
+    "another format": lambda path: path.write_bytes(path.read_bytes().replace(b"v41 program 1", b"v41 program 0", 1)),
+    "no entry at all": lambda path: path.write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_entry_is_a_miss_with_a_warning_and_is_written_anew(store: ArtifactStore, how: str) -> None:
+    again()
+    path = entry(store)
+    DAMAGE[how](path)
+    with pytest.warns(ArtifactCacheWarning, match=path.name):
+        report, results = again()
+    assert report.cache.startswith("miss: ") and report.cache.endswith("; stored")
+    assert plain(results) == expected()
+    assert again()[0].cache.startswith("hit ")
+
+
+@given(st.data())
+def test_no_flipped_bit_passes(data: st.DataObject) -> None:
+    content = bytearray(WHOLE)
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(Damaged):
+        checked(bytes(content))
+
+
+class Trap:
+    """Something that unpickling would run."""
+
+    sprung = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return spring, ()
+
+
+def spring() -> None:
+    Trap.sprung = True
+
+
+ANY = Key({"program": {"wiring": "1"}})
+
+
+def written(tmp: Path, values: Any) -> Path:
+    store = ArtifactStore(tmp)
+    assert store.put(ANY, values) is None
+    return store.path(ANY)
+
+
+def whole() -> bytes:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return written(Path(folder), {"a": 1.5}).read_bytes()
+
+
+WHOLE = whole()
+
+
+def test_nothing_is_unpickled_unless_the_sum_holds(tmp_path: Path) -> None:
+    path = written(tmp_path, Trap())
+    flip(path)
+    with pytest.warns(ArtifactCacheWarning, match="checksum"):
+        assert isinstance(ArtifactStore(tmp_path).get(ANY), Miss)
+    assert not Trap.sprung
+    written(tmp_path, Trap())
+    ArtifactStore(tmp_path).get(ANY)
+    assert Trap.sprung, "the trap works"
+    Trap.sprung = False
+
+
+def test_an_entry_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    store, other = ArtifactStore(tmp_path), Key({"program": {"wiring": "2"}})
+    written(tmp_path, 1).rename(store.path(other))
+    with pytest.warns(ArtifactCacheWarning, match="another key"):
+        assert isinstance(store.get(other), Miss)
+
+
+def test_a_directory_that_cannot_be_written_is_a_warning(store: ArtifactStore) -> None:
+    store.directory.write_text("a file stands where the directory should be")
+    with pytest.warns(ArtifactCacheWarning, match="programs"):
+        report, results = again()
+    assert report.cache.startswith("miss: ") and "not stored: " in report.cache
+    assert plain(results) == expected()
+
+
+def test_the_store_keeps_what_was_used_last(tmp_path: Path) -> None:
+    store, keys = ArtifactStore(tmp_path), [Key({"program": {"wiring": str(n)}}) for n in range(4)]
+    for age, made in enumerate(keys):
+        store.put(made, b"x" * 1000)
+        os.utime(store.path(made), (age, age))
+    assert store.get(keys[0]) == b"x" * 1000  # used now
+    store.trim(3 * 1200)
+    assert [store.path(made).exists() for made in keys] == [True, False, True, True]
+    assert store.nearest(Key({"program": {"wiring": "9"}})) == "nearest entry differs in program: wiring"
+
+
+# ---- what is not stored
+
+
+def test_off_says_why(monkeypatch: pytest.MonkeyPatch, store: ArtifactStore) -> None:
+    function = torch.compile(scaled(2.0), backend="v41", options={"codegen": "eager", "cache": False})
+    with v41.collect() as reports:
+        function(*X)
+    torch.compiler.reset()
+    with v41.collect(programs=True) as more:
+        torch.compile(scaled(2.0), backend="v41", options={"codegen": "eager"})(*X)
+    monkeypatch.setenv("V41_CACHE_DIR", "off")
+    told = [reports[0].cache, more[0].cache, again()[0].cache]
+    assert told[0] == "off: options" and told[1].startswith("off: collect(programs=True)")
+    assert told[2] == "off: V41_CACHE_DIR=off"
+    assert not store.directory.exists()
+
+
+def test_trouble_that_may_pass_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumble(gm: GraphModule) -> list[Any]:
+        raise RuntimeError("once")
+
+    for module in (backend, sys.modules["v41.passes.pipeline"]):
+        monkeypatch.setattr(module, "PIPELINE", (*PIPELINE, Pass(stumble)))
+    monkeypatch.setattr(backend.run_pipeline, "__defaults__", ((*PIPELINE, Pass(stumble)),))
+    assert again()[0].cache.endswith("not stored: the pass stumble failed")
+
+
+def test_sources_edited_in_the_meantime_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifact_cache, "sources", lambda: artifact_key.SOURCES | {"plan.py": "edited"})
+    assert again()[0].cache.endswith("not stored: sources changed since the start of this process: plan.py")
+
+
+def test_inputs_that_share_memory_are_compiled_each_time() -> None:
+    """AOTAutograd guards on how they overlap, and a loaded program would not have that guard."""
+
+    def both(a: Tensor, b: Tensor) -> Tensor:
+        a.mul_(2)
+        return b + 1
+
+    base = torch.arange(6.0)
+    first, last = base[:4], base[2:]
+    torch._dynamo.mark_dynamic(first, 0)
+    with v41.collect() as reports:
+        result = torch.compile(both, backend="v41", options={"codegen": "eager"})(first, last)
+    assert torch.equal(result, torch.tensor([5.0, 7.0, 5.0, 6.0]))
+    assert "not stored: AOTAutograd guards on inputs that share memory" in reports[0].cache
+
+
+# ---- what is stored
+
+
+def through_pickle(value: Any) -> Any:
+    return pickle.loads(artifact_store.pickled(value))
+
+
+def test_text_and_what_it_reads_come_back() -> None:
+    text = "def f(x):\n    return torch.relu(x) * by + inf"
+    function = define(text, "f", {"torch": torch, "by": 0.1, "inf": 1.0}, "<t>")
+    assert torch.equal(through_pickle(function)(X[0]), function(X[0]))
+    with pytest.raises(NotStorable, match="graph module"):
+        artifact_store.pickled(torch.fx.symbolic_trace(scaled(2.0)))
+    with pytest.raises(Exception, match=r"local|lambda|pickle"):
+        artifact_store.pickled(lambda: 1)
+    assert issubclass(Pickler, pickle.Pickler)
+
+
+def test_a_generated_piece_comes_back_with_its_text_and_its_check() -> None:
+    from tests.strategies.tracing import trace
+
+    body = trace(lambda x: (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * x, torch.rand(5, 64))
+    made = generate_piece(body, "norm", "piece_3")
+    assert isinstance(made, GeneratedPiece), made
+    back = through_pickle(made)
+    assert back.kernel == replace(made.kernel, _arrivals=back.kernel._arrivals)
+    with pytest.raises(Exception, match="piece_3"):
+        back.check((torch.rand(5, 32),) * 4)
+
+
+@pytest.mark.slow
+def test_pieces_of_inductor_come_back_with_their_bits() -> None:
+    sizes = (3, 0, 7)
+    (cold, first), (warm, second) = again(sizes, "inductor"), again(sizes, "inductor")
+    assert cold.cache.endswith("; stored") and warm.cache.startswith("hit ")
+    assert plain(first) == plain(second) == expected(sizes)
