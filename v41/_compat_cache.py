@@ -211,10 +211,12 @@ def modes() -> dict[str, str]:
 
 
 def size_facts(size: SymInt | SymFloat | SymBool) -> str:
-    """Which symbols of `size` stand for sizes of tensors, where torch tells these apart; by order, without names."""
+    """Of each symbol of `size`, whether torch holds it for a size of a tensor, and its shape_id; without names."""
     shapes = size.node.shape_env
+    marked = getattr(shapes, "_shape_id_to_unbacked_symbol", {})
+    ids = {str(shapes.replace(symbol)): name for name, symbol in marked.items()}
     symbols = sorted(size.node.expr.free_symbols, key=str)
-    return "".join("s" if symbol in getattr(shapes, "size_like", ()) else "-" for symbol in symbols)
+    return " ".join(f"{symbol in getattr(shapes, 'size_like', ())} {ids.get(str(symbol))}" for symbol in symbols)
 
 
 def operator_facts(op: OpOverload) -> str:

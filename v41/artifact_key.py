@@ -6,8 +6,8 @@
 
 In the key, each a line that the report can name when it differs:
   program      Dynamo's graph with the bodies it calls: operators and wiring; every number in it, floats bit by bit; of
-               every input dtype, device, shape, strides, symbols with their ranges, which of them share memory; and the
-               model's lines, since the report shows them
+               every input its name, dtype, device, shape, strides, symbols with their ranges and shape_id, and which
+               inputs share memory; and the model's lines, since the report shows them
   operators    custom operators that the graph calls: schema, tags, fake implementation, by what their code says
   sources      every file of the backend, the passes, lowering and runtime, by content as it was when v41 was imported
   passes       the list that runs, in order, by what the code of each says: it may have been edited in the process
@@ -40,7 +40,7 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import GraphModule, Node
 
-from v41._compat import HigherOrderOperator, OpOverload, memory_of
+from v41._compat import HigherOrderOperator, OpOverload, input_name, memory_of
 from v41._compat_cache import NotStorable, code_hash, config_hashes, modes, operator_facts, size_facts
 from v41.passes.structure import Symbols
 from v41.regions import invoke_subgraph
@@ -189,14 +189,15 @@ class _Graph:
 
     def input(self, node: Node) -> str:
         value = node.meta.get("example_value", node.meta.get("val"))
+        name = input_name(node)  # sizes are called by it where torch does not hand over a shape_id
         if isinstance(value, (SymInt, SymFloat, SymBool)):
-            return f"{self.symbols.spec(value)} {size_facts(value)}"
+            return f"{name} {self.symbols.spec(value)} {size_facts(value)}"
         if not isinstance(value, Tensor):
             raise NotStorable(f"input {node.name} is a {type(value).__name__}")
         sizes = [size for size in (*value.shape, *value.stride()) if isinstance(size, SymInt)]
         memory = self.memories.setdefault(memory_of(value), len(self.memories))
         facts = [value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), memory, *map(size_facts, sizes)]
-        return f"{type(value).__name__} {self.symbols.spec(value)} {facts}"
+        return f"{name} {type(value).__name__} {self.symbols.spec(value)} {facts}"
 
     def target(self, target: Any) -> str:
         if isinstance(target, torch._ops.OpOverloadPacket):

@@ -20,11 +20,11 @@ def step(cache: Tensor, x: Tensor, slots: Tensor) -> tuple[Any, ...]:
     return cache.sum(0) + y, y[:, 1], x, x.shape[0]
 
 
-def arguments(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def arguments(rows: int, name: str = "rows") -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
     slots = torch.arange(rows)
     for value in (x, slots):
-        torch._dynamo.decorators.mark_unbacked(value, 0, shape_id="rows")
+        torch._dynamo.decorators.mark_unbacked(value, 0, shape_id=name)
     return torch.zeros(8, 4), x, slots
 
 

@@ -156,6 +156,7 @@ CHANGES: dict[str, tuple[str, Callable[[], tuple[Key, Key]]]] = {
     "an operator": ("program: wiring", lambda: tuple(key(f, X) for f in (torch.sin, torch.cos))),
     "a dtype": ("program: inputs", lambda: tuple(key(scaled(2.0), (x,)) for x in (X[0], X[0].double()))),
     "strides": ("program: inputs", lambda: tuple(key(scaled(2.0), (x,)) for x in (WIDE, WIDE.T.contiguous().T))),
+    "a shape_id": ("program: inputs", lambda: tuple(key(args=arguments(3, name)) for name in ("rows", "requests"))),
     "an option": ("options: verify", lambda: tuple(key(options={"verify": on}) for on in (True, False))),
     "a pass": ("passes: 0 p", lambda: tuple(key(passes=[("p", run)]) for run in (lambda gm: [], lambda gm: [1]))),
 }  # fmt: skip
