@@ -16,7 +16,7 @@ from torch.compiler import nested_compile_region
 from v41.model_def.compressor import Compressor, completed_entry
 from v41.model_def.config import LayerRole, V41Config
 from v41.model_def.indexer import Indexer, Selection
-from v41.model_def.linear import Linear, linear
+from v41.model_def.linear import Linear, into_streams, linear
 from v41.model_def.norm import RMSNorm
 from v41.model_def.quantization import FP4_RECORD, FP8_RECORD
 from v41.model_def.rope import Turn, rotate
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.wq_b = linear(config, rank, self.heads * self.width)
         self.wkv, self.kv_norm = linear(config, hidden, self.width), RMSNorm(self.width, eps)
         self.wo_a = Linear(self.heads * self.width // self.groups, self.groups * config.o_lora_rank)
-        self.wo_b = linear(config, self.groups * config.o_lora_rank, hidden)
+        self.wo_b = linear(config, self.groups * config.o_lora_rank, hidden, into_streams(config))
         self.attn_sink = nn.Parameter(torch.zeros(self.heads))
         self.compressor = Compressor(config, role.layer) if role.owns_compressor else None
         self.indexer = Indexer(config, role) if role.owns_indexer else None

@@ -18,7 +18,7 @@ from v41.model_def.config import V41Config
 from v41.model_def.constant import Constant
 from v41.model_def.engram_constants import multipliers, table_offsets, table_primes
 from v41.model_def.errors import TokenMapError
-from v41.model_def.linear import linear
+from v41.model_def.linear import into_streams, linear
 from v41.model_def.norm import inverse_rms
 from v41.model_def.quantization import GROUP, dequantize_fp8, quantize_fp8
 
@@ -60,7 +60,7 @@ class Engram(nn.Module):
         self.compressed = config.engram_compressed_vocab_size
         self.multipliers = multipliers(layer, orders + 1, config.engram_compressed_vocab_size)
         self.embed = EngramTable(sum(primes), config.engram_head_dim)
-        self.wkv = linear(config, config.engram_width, (streams + 1) * width)
+        self.wkv = linear(config, config.engram_width, (streams + 1) * width, into_streams(config))
         self.q_weight = nn.Parameter(torch.ones(streams, width, dtype=torch.bfloat16))
         self.k_weight = nn.Parameter(torch.ones(streams, width, dtype=torch.bfloat16))
         for name, values in ("primes", primes), ("offsets", table_offsets(primes)):

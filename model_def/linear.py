@@ -18,17 +18,17 @@ from v41.model_def.quantization import GROUP, dequantize_fp8_weight, fake_quant_
 
 
 class Linear(nn.Module):
-    """y = x W^T. Weights start as N(0, 1/in)."""
+    """y = x W^T. Weights start as N(0, gain^2 / in)."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, gain: float = 1.0) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.gain = in_features, out_features, gain
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.bfloat16))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.weight.normal_(std=self.in_features**-0.5)
+        self.weight.normal_(std=self.gain * self.in_features**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
         return F.linear(x, self.weight)
@@ -44,9 +44,9 @@ class Fp32Linear(Linear):
 class Fp8Linear(nn.Module):
     """`weight` e4m3 [out, in], `scale` uint8 [ceil(out/32), ceil(in/32)]: the bytes of the file's e8m0."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, gain: float = 1.0) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.gain = in_features, out_features, gain
         shape = (out_features, in_features)
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float8_e4m3fn), requires_grad=False)
         blocks = [-(-n // GROUP) for n in shape]
@@ -55,7 +55,8 @@ class Fp8Linear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        random = torch.randn(self.weight.shape, device=self.weight.device) * self.in_features**-0.5
+        std = self.gain * self.in_features**-0.5
+        random = torch.randn(self.weight.shape, device=self.weight.device) * std
         weight, scale = quantize_fp8_weight(random)
         self.weight.copy_(weight)
         self.scale.copy_(scale)
@@ -64,7 +65,18 @@ class Fp8Linear(nn.Module):
         return F.linear(fake_quant_fp8(x), dequantize_fp8_weight(self.weight, self.scale))
 
 
-def linear(config: V41Config, in_features: int, out_features: int) -> Linear | Fp8Linear:
+def linear(config: V41Config, in_features: int, out_features: int, gain: float = 1.0) -> Linear | Fp8Linear:
     """The projection that a release stores in fp8, held as `config.weight_dtype` says."""
     kind = Fp8Linear if config.weight_dtype == "fp8" else Linear
-    return kind(in_features, out_features)
+    return kind(in_features, out_features, gain)
+
+
+def into_streams(config: V41Config) -> float:
+    """The gain of what writes into the residual streams of a random model: all layers together add about as much as
+    the embedding, of RMS 1, holds.
+
+    With a gain of 1 a random model is a chaotic judge of a compiler: one last bit flips an FP4 value, a top-k pick or
+    an expert somewhere, that row differs from there on and flips more. The routed experts take a quarter of this gain:
+    a pick that flips swaps a whole expert.
+    """
+    return config.num_hidden_layers**-0.5

@@ -59,7 +59,8 @@ class V41ForCausalLM(nn.Module):
 
     @classmethod
     def random(cls, config: V41Config, seed: int = 0, device: torch.device | str = "cpu") -> V41ForCausalLM:
-        """Random weights that keep activations in range; the same for the same seed and device."""
+        """Random weights that keep activations in range and damp perturbations (see `into_streams`); the same for the
+        same seed and device."""
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(seed)
             return cls(config).to(device)

@@ -16,7 +16,7 @@ from torch.compiler import nested_compile_region
 
 from v41.model_def.config import V41Config
 from v41.model_def.constant import Constant
-from v41.model_def.linear import linear
+from v41.model_def.linear import into_streams, linear
 from v41.model_def.quantization import GROUP, dequantize_mxfp4, fake_quant_fp8, quantize_mxfp4
 from v41.model_def.topk import topk_lowest_index
 
@@ -44,14 +44,15 @@ class Gate(nn.Module):
 class ExpertLinear(nn.Module):
     """One linear of every expert, bf16 [E, out, in]. Row r of x belongs to the first expert whose end is beyond r."""
 
-    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, experts: int, in_features: int, out_features: int, gain: float = 1.0) -> None:
         super().__init__()
+        self.gain = gain
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, dtype=torch.bfloat16))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.weight.normal_(std=self.weight.shape[-1] ** -0.5)
+        self.weight.normal_(std=self.gain * self.weight.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # [rows, in], [E] -> [rows, out]
         return F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
@@ -60,8 +61,9 @@ class ExpertLinear(nn.Module):
 class Fp4ExpertLinear(nn.Module):
     """As released: e2m1 pairs [E, out, in/2] and a power of two a 32 inputs [E, out, in/32]. x is rounded to e4m3."""
 
-    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, experts: int, in_features: int, out_features: int, gain: float = 1.0) -> None:
         super().__init__()
+        self.gain = gain
         rows = (experts, out_features)
         self.weight = nn.Parameter(torch.empty(*rows, in_features // 2, dtype=torch.uint8), requires_grad=False)
         self.scale = nn.Parameter(torch.empty(*rows, in_features // GROUP, dtype=torch.uint8), requires_grad=False)
@@ -70,7 +72,8 @@ class Fp4ExpertLinear(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         experts, rows, pairs = self.weight.shape
-        random = torch.randn(experts, rows, 2 * pairs, device=self.weight.device) * (2 * pairs) ** -0.5
+        std = self.gain * (2 * pairs) ** -0.5
+        random = torch.randn(experts, rows, 2 * pairs, device=self.weight.device) * std
         weight, scale = quantize_mxfp4(random)
         self.weight.copy_(weight)
         self.scale.copy_(scale)
@@ -90,7 +93,7 @@ class Experts(nn.Module):
         experts, width, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
         self.w1, self.w3 = kind(experts, width, inner), kind(experts, width, inner)
-        self.w2 = kind(experts, inner, width)
+        self.w2 = kind(experts, inner, width, into_streams(config) / 4)
 
     def forward(self, x: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
         """x [rows, D], ends [E] where each expert's rows end, weights [rows] -> [rows, D]."""
@@ -106,7 +109,7 @@ class SharedExpert(nn.Module):
         width, inner = config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
         self.w1, self.w3 = linear(config, width, inner), linear(config, width, inner)
-        self.w2 = linear(config, inner, width)
+        self.w2 = linear(config, inner, width, into_streams(config))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(swiglu(self.w1(x), self.w3(x), self.limit).to(x.dtype))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from v41 import __version__
@@ -41,22 +42,33 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     boundary.add_argument("--rows", type=positive, nargs="+", default=[1, 16, 64, 256, 1024, 4096])
     boundary.add_argument("--budget", type=float, default=420, help="seconds after which no contender starts (420)")
     boundary.add_argument("--workers", type=positive, default=12, help="processes that compile schedules (12)")
-    boundary.add_argument("--out", type=Path, help="where the JSON goes (tools/bench/results/)")
+    agreement = cases.add_parser("agreement", help="whole models against eager, every codegen, beside an fp64 run")
+    add_reading(agreement)
+    agreement.add_argument("--codegen", choices=CODEGENS, nargs="+", default=["eager", "inductor", "triton"])
+    capacity = cases.add_parser("capacity", help="time and bytes of a step at 1 and 64 fold cache capacity")
+    capacity.add_argument("--codegen", choices=CODEGENS, nargs="+", default=["eager", "inductor", "triton"])
+    for case in (boundary, agreement, capacity):
+        case.add_argument("--out", type=Path, help="where the JSON goes (tools/bench/results/)")
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:
     command.description = "Reads several prompts as one ragged batch and continues them with the compiled model."
+    add_reading(command)
+    command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
+    command.add_argument("--compare-eager", action="store_true", help="feed eager's tokens to both and compare")
+    command.add_argument("--json", action="store_true", help="print the facts as JSON")
+
+
+def add_reading(command: argparse.ArgumentParser) -> None:
+    """Which model, on which device, reads and writes what."""
     source = command.add_mutually_exclusive_group()
     source.add_argument("--preset", metavar="NAME", help="a size, with random weights (tiny)")
     source.add_argument("--checkpoint", metavar="DIR", help="a folder with config.json and its tensors")
     command.add_argument("--prompt", action="append", metavar="TEXT", help="read this instead; may be given again")
     command.add_argument("--tokens", type=positive, default=16, metavar="N", help="tokens to write after each (16)")
     command.add_argument("--chunk", type=positive, default=64, metavar="N", help="rows of one prompt in a step (64)")
-    command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
     command.add_argument("--device", default=None, help="cpu, cuda, ... (a GPU where there is one)")
-    command.add_argument("--compare-eager", action="store_true", help="feed eager's tokens to both and compare")
     command.add_argument("--seeds", type=positive, default=5, metavar="N", help="runs to compare (5)")
-    command.add_argument("--json", action="store_true", help="print the facts as JSON")
 
 
 def positive(text: str) -> int:
@@ -74,9 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if arguments.command == "bench":
-            from v41.tools.bench.boundary import bench_command
-
-            return bench_command(arguments)
+            case = import_module(f"v41.tools.bench.{arguments.case}")
+            return int(case.bench_command(arguments))
         if arguments.command == "inspect":
             from v41.tools.inspect_command import inspect_command
 

@@ -10,11 +10,11 @@ run as they are; so does what writes in place.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, ops
-from torch.utils._pytree import tree_map
 
 from v41._compat import OpOverload, TorchDispatchMode
 
@@ -30,22 +30,28 @@ WORKING = (torch.float32, torch.bfloat16, torch.float16)
 class Exact(TorchDispatchMode):
     """`with Exact(): model(batch, cache)`."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = set(SUMS)  # operations that are not composite, as far as they have come by
+
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in SUMS:
+        if func not in self.whole:
             with self:  # a composite op, which inference mode leaves whole: its parts come by here
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+            self.whole.add(func)
         result = func(*args, **kwargs)
         if not computes(func) or not isinstance(result, Tensor) or result.dtype not in WORKING:
             return result
         if isinstance(kwargs.get("dtype"), torch.dtype):
             kwargs = {**kwargs, "dtype": torch.float64}
         run = grouped_mm if func is ops.aten._grouped_mm.default else func
-        return run(*tree_map(widened, args), **tree_map(widened, kwargs)).to(result.dtype)
+        return run(*map(widened, args), **{name: widened(value) for name, value in kwargs.items()}).to(result.dtype)
 
 
+@cache
 def computes(func: OpOverload) -> bool:
     """Whether `func` makes new numbers out of old ones, and only that."""
     pointwise = torch.Tag.pointwise in func.tags and func is not ops.aten._to_copy.default

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 from v41.errors import NoSuchDevice
 from v41.model_def.config import V41Config
@@ -119,9 +120,20 @@ def compare(
     tick: Callable[[], None],
 ) -> tuple[Agreement, list[tuple[int, int]]]:
     """Eager writes, with tokens drawn by `seed`; the compiled model and the exact run read the same."""
+    eager, exact = reference(model, prompts, seed, settings, tick)
+    logits = replay(compiled, model.config, eager, settings["device"])
+    return agree(eager.logits, logits, exact), eager.places
+
+
+def reference(
+    model: V41ForCausalLM,
+    prompts: list[list[int]],
+    seed: int,
+    settings: dict[str, Any],
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[Recording, Tensor]:
+    """What eager writes with tokens drawn by `seed`, and the exact run's logits over the same."""
     choose = sampling(1.0, torch.Generator(settings["device"]).manual_seed(seed))
     eager = record(model, model.config, prompts, **settings, choose=choose, progress=tick)
-    logits = replay(compiled, model.config, eager, settings["device"])
     with Exact():
-        exact = replay(model, model.config, eager, settings["device"])
-    return agree(eager.logits, logits, exact), eager.places
+        return eager, replay(model, model.config, eager, settings["device"])

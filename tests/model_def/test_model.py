@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
@@ -80,3 +81,34 @@ def test_random_models_give_logits_of_order_one_that_hang_on_the_prompt(weights:
     model, cache = V41ForCausalLM.random(config), Cache.zeros(config, 2, 64)
     logits = model(build_batch(config, cache, [Chunk([5] * 40, 0, 0), Chunk([6] + [5] * 39, 0, 1)]), cache)
     assert 0.3 < float(logits.std()) < 3 and not torch.equal(logits[0], logits[1])
+
+
+WRITERS = ("attn.wo_b", "ffn.experts.w2", "ffn.shared_experts.w2", "engram.wkv")  # into the streams
+
+
+@torch.no_grad()
+def test_random_rows_choose_differently_and_every_sublayer_is_heard() -> None:
+    """Damped, yet not deaf: no expert takes all, rows pick their own entries, and no writer can go unnoticed."""
+    ids = torch.randint(TINY.vocab_size, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    model, chosen, picked = V41ForCausalLM.random(TINY), list[Tensor](), list[Tensor]()
+
+    def logits() -> Tensor:
+        cache = Cache.zeros(TINY, 1, 64)
+        return model(build_batch(TINY, cache, [Chunk(ids, 0, 0)]), cache)
+
+    for layer in model.layers:
+        layer.ffn.gate.register_forward_hook(lambda _, args, result: chosen.append(result[1]))
+        if layer.attn.indexer is not None:
+            layer.attn.indexer.register_forward_hook(lambda _, args, result: picked.append(result.picks))
+    whole = logits()
+    assert len(chosen) == TINY.num_hidden_layers and len(picked) == 3
+    assert all(experts.unique().numel() == TINY.n_routed_experts for experts in chosen)
+    assert all(len(entries.unique(dim=0)) > 20 for entries in picked)
+    for end in WRITERS:
+        weights = [p for name, p in model.named_parameters() if name.endswith(f"{end}.weight")]
+        before = [weight.clone() for weight in weights]
+        for weight in weights:
+            weight.zero_()
+        assert weights and (logits() - whole).abs().max() > 0.3, end
+        for weight, old in zip(weights, before, strict=True):
+            weight.copy_(old)

@@ -27,7 +27,6 @@ from v41.tools.bench.tuning import tune
 
 POOLED = 64  # rows at least, over which an RMS error is taken
 REPEATS, REPEATED = 200, (1, 16, 256, 2048)  # times, and row counts
-RESULTS = Path(__file__).parent / "results"
 BYTES_A_ROW = 2 * (2 * seam.STREAMS + 2) * seam.WIDTH + 2 * 4 * (2 * seam.STREAMS + seam.STREAMS**2)
 WEIGHT_BYTES = 4 * seam.STREAMS * (seam.STREAMS + 2) * (seam.STREAMS * seam.WIDTH + 1) + 2 * seam.WIDTH
 COPY_BYTES_A_US = 4.2e6
@@ -146,14 +145,14 @@ def bench(
     rows_list: Sequence[int],
     deadline: float,
     records: list[dict[str, Any]],
-    save: Callable[[], None],
+    save: Callable[[], object],
 ) -> None:
     """One record a number of rows and contender, the slow compilers last; each saved at once."""
     sets = {rows: input_sets(rows) for rows in rows_list}
     truth = {rows: [t.cpu() for t in seam.oracle(seam.capture().cuda(), sets[rows][0])] for rows in rows_list}
     for name, make in contenders(kernel).items():
         for rows in (
-            rows_list if name != "max-autotune" else sorted(rows_list, key=lambda r: (r not in (1, 4096, 16), r))
+            rows_list if name != "max-autotune" else sorted(rows_list, key=lambda r: (r not in (1, 4096, 16, 1024), r))
         ):
             record: dict[str, Any] = {"contender": name, "rows": rows}
             started = time.perf_counter()
@@ -222,12 +221,10 @@ def bench_command(arguments: Namespace) -> int:
         "shape": [seam.STREAMS, seam.WIDTH],
         **timing.provenance(),
     }
-    out = arguments.out or RESULTS / f"boundary-{arguments.mode}-{result['date'][:16].replace(':', '')}.json"
 
-    def save() -> None:
+    def save() -> Path:
         result["seconds"] = round(time.perf_counter() - started, 1)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        return timing.save(result, arguments.out)
 
     fine = True
     if arguments.mode == "tune":
@@ -242,8 +239,7 @@ def bench_command(arguments: Namespace) -> int:
         result["options"] = {"reorder_for_locality": False, "schedules": schedules}
         bench(kernel, arguments.rows, started + arguments.budget, result.setdefault("records", []), save)
         print(table(result["records"]))
-    save()
-    print(f"written to {out}")
+    print(f"written to {save()}")
     return 0 if fine else 1
 
 

@@ -1,4 +1,5 @@
-"""timing: what one call costs on a GPU, without launch latency, with cold weights; and which kernels it launches.
+"""timing: what one call costs on a GPU, without launch latency, with cold weights; which kernels it launches; and the
+file that keeps what was measured.
 
 Many calls go into one CUDA graph, each on the next of several sets of inputs, together larger than the L2 cache; the
 graph is replayed and the median divided by the calls.
@@ -6,16 +7,19 @@ graph is replayed and the median divided by the calls.
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 
 L2_BYTES = 60 << 20
+RESULTS = Path(__file__).parent / "results"
 REPLAYS = 40
 
 
@@ -75,12 +79,21 @@ def provenance() -> dict[str, Any]:
     """Commit, device, versions and date."""
     import triton  # type: ignore[import-untyped]
 
+    gpu = torch.cuda.is_available()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
         "commit": commit or None,
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if gpu else "cpu",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def save(result: dict[str, Any], out: Path | None) -> Path:
+    """Writes `result` to `out`, or beside the other results under its case and date; where it is now."""
+    path = out or RESULTS / f"{result['case'].replace(' ', '-')}-{result['date'][:16].replace(':', '')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

@@ -1,0 +1,85 @@
+"""bench agreement: the compiled model against eager on this device, for every codegen, by the criterion of compare.py.
+
+    per seed    eager writes (record) -> the exact run and each compiled model read the same (replay) -> rows, judged
+    fp64        the exact run judged as if it were compiled: what last bits alone do to the rows of this model
+
+So a codegen that breaks rows where fp64 breaks none has lost more than last bits.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from v41.report import collect
+from v41.tools.bench import timing
+from v41.tools.bytes import encode, packaged_prompts
+from v41.tools.compare import Agreement, agree, join
+from v41.tools.generate_command import build_model, checked_device, preset, reference
+from v41.tools.generate_view import agreement_values
+from v41.tools.recording import replay
+
+EXACT = "fp64"
+
+
+def bench_command(arguments: Namespace) -> int:
+    """What `v41 bench agreement` does; 1 where a row of a codegen breaks the criterion."""
+    device = checked_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    started = time.perf_counter()
+    found, facts = compare_all(arguments, device)
+    result = {
+        "case": "agreement",
+        "model": Path(arguments.checkpoint).name if arguments.checkpoint else f"preset {preset(arguments)}",
+        **timing.provenance(),
+        "seeds": arguments.seeds,
+        "codegens": {name: {**summary(rows), **facts.get(name, {})} for name, rows in found.items()},
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    print(table(result["codegens"]))
+    print(f"written to {timing.save(result, arguments.out)}")
+    return 0 if all(join(rows).holds for name, rows in found.items() if name != EXACT) else 1
+
+
+def compare_all(arguments: Namespace, device: str) -> tuple[dict[str, list[Agreement]], dict[str, dict[str, Any]]]:
+    """By codegen: an Agreement a seed; and what the compiler said of itself."""
+    model = build_model(arguments, 0, device)
+    prompts = [encode(text) for text in arguments.prompt or packaged_prompts()]
+    settings = {"tokens": arguments.tokens, "chunk": arguments.chunk, "device": device}
+    compiled = {
+        name: torch.compile(model, backend="v41", options={"codegen": name}) for name in arguments.codegen
+    }
+    found: dict[str, list[Agreement]] = {name: [] for name in (EXACT, *compiled)}
+    facts: dict[str, dict[str, Any]] = {}
+    for seed in range(arguments.seeds):
+        if seed and not arguments.checkpoint:
+            model.load_state_dict(build_model(arguments, seed, device).state_dict())
+        made, exact = reference(model, prompts, seed, settings)
+        found[EXACT].append(agree(made.logits, exact, exact))
+        for name, forward in compiled.items():
+            with collect() as reports:
+                logits = replay(forward, model.config, made, device)
+            rows = agree(made.logits, logits, exact)
+            found[name].append(rows)
+            for report in reports:
+                facts[name] = {"kernels": len(report.kernels), "fallbacks": report.fallbacks}
+            print(f"seed {seed}, {name}: {rows.failed} of {len(rows.rows)} rows break", flush=True)
+    return found, facts
+
+
+def summary(seeds: list[Agreement]) -> dict[str, Any]:
+    """All rows together, then each seed."""
+    return {**agreement_values(join(seeds)), "by_seed": [agreement_values(each) for each in seeds]}
+
+
+def table(codegens: dict[str, dict[str, Any]]) -> str:
+    columns = ("rows", "bit_equal", "same_argmax", "excused", "failed", "max_kl", "max_deviation", "median_gap")
+    lines = ["codegen " + "".join(f"{name:>14}" for name in columns)]
+    for name, values in codegens.items():
+        cells = (values[column] for column in columns)
+        lines.append(f"{name:<8}" + "".join(f"{c:>14.4g}" if isinstance(c, float) else f"{c:>14}" for c in cells))
+    return "\n".join(lines)
+
