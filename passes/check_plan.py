@@ -154,8 +154,8 @@ def not_freed_once(facts: PlanFacts) -> Iterator[Breach]:
     for name, at in facts.freed:
         if name not in facts.made:
             yield at, at, f"it frees {name}, which nobody makes"
-        elif name in freed or name in facts.returned:
-            yield freed.get(name, facts.made[name]), at, f"{name} is freed, and is freed or returned elsewhere"
+        elif name in freed:
+            yield freed[name], at, f"both free {name}"
         freed[name] = at
     last = dict(facts.readings)
     for name, at in facts.made.items():
