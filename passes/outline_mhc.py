@@ -121,13 +121,13 @@ class Site:
         if self.post is None or self.mixed is None or self.pending is None:
             return None
         given = {node: integers(node, seed) for seed, node in enumerate(self._mix_operands())}
-        post, comb, X, y = (given[node].double() for node in self._mix_operands())
+        post, comb, X, y = (given[node] for node in self._mix_operands())
         found = self._value(self.post.nodes, given, self.post.result)
         if y.numel() * self.count != X.numel() or found.shape != X.shape:
             return None
         pending = post.reshape(-1, self.count, 1) * y.reshape(X.shape[0], 1, -1)
         formulas = {"jk": torch.einsum("tjk,tjd->tkd", comb, X), "kj": torch.einsum("tkj,tjd->tkd", comb, X)}
-        return next((axes for axes, mixed in formulas.items() if torch.equal(found.double(), pending + mixed)), None)
+        return next((axes for axes, mixed in formulas.items() if torch.equal(found, pending + mixed)), None)
 
     def _mix_operands(self) -> tuple[Node, ...]:
         assert self.post is not None and self.mixed is not None and self.pending is not None
@@ -139,12 +139,12 @@ class Site:
         if self.carried is None:
             return False
         given = {self.streams: integers(self.streams, 4), self.carried: integers(self.carried, 5)}
-        X, pre = given[self.streams].double(), given[self.carried].double()
+        X, pre = given[self.streams], given[self.carried]
         if pre.numel() % self.count or pre.numel() not in (self.count, self.count * X.shape[0]):
             return False
         found = self._value(self.collapses[0].nodes, given, self.collapses[0].h)
         wanted = (pre.reshape(-1, self.count, 1) * X).sum(1)
-        return torch.equal(found.double().reshape(wanted.shape), wanted)
+        return torch.equal(found.reshape(wanted.shape), wanted)
 
     def _value(self, nodes: frozenset[Node], given: dict[Node, Tensor], result: Node) -> Tensor:
         inside = sorted(self.parts.absorb(nodes) - given.keys(), key=self.parts.order.__getitem__)

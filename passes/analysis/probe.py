@@ -1,8 +1,9 @@
-"""probe: what a run of linear nodes computes, found by running them on small integers that no float type rounds.
+"""probe: what a run of linear nodes computes, found by running them on small integers, in fp64 whatever their types.
 
 A contraction over residual streams has many spellings (einsum, matmul, products and sums, one stream at a time). Their
-values are the same polynomial, so a formula that agrees on random integers is the formula: all sums stay below 2**8,
-exact in bf16, fp16 and fp32 in any order. The nodes run on the CPU, whatever device the graph is for.
+values are the same polynomial, so a formula that agrees on random integers is the formula. In fp64 all sums of integers
+are exact in any order, and a factor of 0.999 shows, which the cast to bf16 at the end of a contraction would hide. The
+nodes run on the CPU, whatever device the graph is for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, ops
-from torch.fx import Node, map_arg
+from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from v41._compat import outside_fake_mode, size_with
 from v41.passes.matching import fake
@@ -23,11 +25,14 @@ LIMIT = 2  # of the integers drawn; an odd size of streams and rows tells axes a
 
 
 def evaluate(nodes: Iterable[Node], given: dict[Node, Tensor], result: Node) -> Tensor:
-    """The value of `result` after running `nodes`, in order, on `given`. Sizes are read with ROWS for every symbol."""
+    """The fp64 value of `result` after running `nodes`, in order, on `given`, all casts among float types left out.
+
+    Sizes are read with ROWS for every symbol.
+    """
     with outside_fake_mode(), torch.no_grad():
         values: dict[Node, Any] = dict(given)
         for node in nodes:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda arg: _value(arg, values))
+            args, kwargs = map_aggregate((node.args, node.kwargs), lambda arg: _value(arg, values))
             # in another order of memory than the graph's, a view may need a copy
             target = ops.aten.reshape.default if node.target in VIEWS_OF_ALL else node.target
             values[node] = target(*args, **kwargs)  # type: ignore[operator]
@@ -37,18 +42,22 @@ def evaluate(nodes: Iterable[Node], given: dict[Node, Tensor], result: Node) -> 
 
 
 def integers(node: Node, seed: int) -> Tensor:
-    """A tensor of small random integers with the shape and dtype of `node`, ROWS for every symbol."""
+    """An fp64 tensor of small random integers with the shape of `node`, ROWS for every symbol."""
     value = fake(node)
     assert value is not None
     with outside_fake_mode():
         generator = torch.Generator().manual_seed(seed)
         shape = [size_with(size, ROWS) for size in value.shape]
-        return torch.randint(-LIMIT, LIMIT + 1, shape, generator=generator).to(value.dtype)
+        return torch.randint(-LIMIT, LIMIT + 1, shape, generator=generator).double()
 
 
-def _value(node: Node, values: dict[Node, Any]) -> Any:
-    """What was computed or given for `node`; for a size, which need not be, the number it stands for."""
-    if node in values:
-        return values[node]
-    assert not isinstance(node.meta["val"], Tensor), f"{node} has no value"
-    return size_with(node.meta["val"], ROWS)
+def _value(arg: Any, values: dict[Node, Any]) -> Any:
+    """What was computed or given for a node, a number for a size; fp64 in place of each float type."""
+    if isinstance(arg, torch.dtype) and arg.is_floating_point:
+        return torch.float64
+    if not isinstance(arg, Node):
+        return arg
+    if arg in values:
+        return values[arg]
+    assert not isinstance(arg.meta["val"], Tensor), f"{arg} has no value"
+    return size_with(arg.meta["val"], ROWS)
