@@ -72,7 +72,7 @@ class PastGuards:
     def __call__(self, *args: Any) -> Any:
         try:
             leaves, told = self.read(args) if self.read is not None else ([], ())
-        except (AttributeError, LookupError, TypeError):
+        except (AttributeError, LookupError, TypeError, ValueError):  # arguments of another form
             return self._learn(args)
         key = (told, modes_around(), self.model is not None and self.model.training)
         route = self.routes.get(key)
@@ -138,15 +138,18 @@ def route_of(seen: Seen, whole: Whole, args: tuple[Any, ...], leaves: Sequence[T
 
 def reader(args: tuple[Any, ...]) -> Leaves:
     """A function of arguments like these: their tensors, and all else that must be as it was for a graph to serve."""
-    found = [(kind, path) for i, arg in enumerate(args) for kind, path in _parts(arg, f"args[{i}]")]
+    found = [(kind, path) for i, arg in enumerate(args) for kind, path in _parts(arg, f"a{i}")]
     tensors = [path for kind, path in found if kind == "tensor"]
+    names = [f"t{i}" for i in range(len(tensors))]
     others = [f"len({path})" if kind == "container" else path for kind, path in found if kind != "tensor"]
-    scope: dict[str, Any] = {}
+    told = [*(f"{name}.shape" for name in names), *(f"{name}.dtype" for name in names), *others]
     lines = [
         "def read(args):",
-        f"    leaves = [{', '.join(tensors)}]",
-        f"    return leaves, (len(args), *[(t.shape, t.dtype) for t in leaves], {', '.join(others)})",
+        f"    [{', '.join(f'a{i}' for i in range(len(args)))}] = args",
+        *(f"    {name} = {path}" for name, path in zip(names, tensors, strict=True)),
+        f"    return [{', '.join(names)}], ({' '.join(f'{each},' for each in told)})",
     ]
+    scope: dict[str, Any] = {}
     exec("\n".join(lines), scope)
     return scope["read"]
 
