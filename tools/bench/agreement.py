@@ -3,13 +3,15 @@
     per seed    eager writes (record) -> the exact run and each compiled model read the same (replay) -> rows, judged
     fp64        the exact run judged as if it were compiled: what last bits alone do to the rows of this model
 
-So a codegen that breaks rows where fp64 breaks none has lost more than last bits.
+So a codegen that breaks rows where fp64 breaks none has lost more than last bits. Nothing is captured: graphs replay
+the same kernels.
 """
 
 from __future__ import annotations
 
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +32,25 @@ def bench_command(arguments: Namespace) -> int:
     """What `v41 bench agreement` does; 1 where a row of a codegen breaks the criterion."""
     device = checked_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     started = time.perf_counter()
-    found, facts = compare_all(arguments, device)
-    result = {
-        "case": "agreement",
-        "model": Path(arguments.checkpoint).name if arguments.checkpoint else f"preset {preset(arguments)}",
-        **timing.provenance(),
-        "seeds": arguments.seeds,
-        "codegens": {name: {**summary(rows), **facts.get(name, {})} for name, rows in found.items()},
-        "seconds": round(time.perf_counter() - started, 1),
-    }
-    print(table(result["codegens"]))
-    print(f"written to {timing.save(result, arguments.out)}")
+    source = Path(arguments.checkpoint).name if arguments.checkpoint else f"preset {preset(arguments)}"
+    result: dict[str, Any] = {"case": "agreement", "model": source, **timing.provenance()}
+    for found, facts in compare_all(arguments, device):
+        result["codegens"] = {name: {**summary(rows), **facts.get(name, {})} for name, rows in found.items()}
+        result["seconds"] = round(time.perf_counter() - started, 1)
+        path = timing.save(result, arguments.out)
+    print(table(result["codegens"]), f"\nwritten to {path}")
     return 0 if all(join(rows).holds for name, rows in found.items() if name != EXACT) else 1
 
 
-def compare_all(arguments: Namespace, device: str) -> tuple[dict[str, list[Agreement]], dict[str, dict[str, Any]]]:
-    """By codegen: an Agreement a seed; and what the compiler said of itself."""
+def compare_all(
+    arguments: Namespace, device: str
+) -> Iterator[tuple[dict[str, list[Agreement]], dict[str, dict[str, Any]]]]:
+    """After every seed, by codegen: an Agreement a seed so far; and what the compiler said of itself."""
     model = build_model(arguments, 0, device)
     prompts = [encode(text) for text in arguments.prompt or packaged_prompts()]
     settings = {"tokens": arguments.tokens, "chunk": arguments.chunk, "device": device}
-    compiled = {
-        name: torch.compile(model, backend="v41", options={"codegen": name}) for name in arguments.codegen
-    }
+    options = {name: {"codegen": name, "capture": "off"} for name in arguments.codegen}
+    compiled = {name: torch.compile(model, backend="v41", options=each) for name, each in options.items()}
     found: dict[str, list[Agreement]] = {name: [] for name in (EXACT, *compiled)}
     facts: dict[str, dict[str, Any]] = {}
     for seed in range(arguments.seeds):
@@ -67,7 +66,7 @@ def compare_all(arguments: Namespace, device: str) -> tuple[dict[str, list[Agree
             for report in reports:
                 facts[name] = {"kernels": len(report.kernels), "fallbacks": report.fallbacks}
             print(f"seed {seed}, {name}: {rows.failed} of {len(rows.rows)} rows break", flush=True)
-    return found, facts
+        yield found, facts
 
 
 def summary(seeds: list[Agreement]) -> dict[str, Any]:
@@ -82,4 +81,3 @@ def table(codegens: dict[str, dict[str, Any]]) -> str:
         cells = (values[column] for column in columns)
         lines.append(f"{name:<8}" + "".join(f"{c:>14.4g}" if isinstance(c, float) else f"{c:>14}" for c in cells))
     return "\n".join(lines)
-
