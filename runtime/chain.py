@@ -61,9 +61,11 @@ class Chain:
         if self.runs:
             self.runs, self.run = [], owner.plain
             owner.log.dropped.append(self.name)
-        self.addresses = addresses_of(static, owner.fixed)
+        addresses = addresses_of(static, owner.fixed)
+        results = copies(owner.graphs.warm_up(lambda: owner.plain(static)))
+        self.addresses = addresses
         owner.log.warm_ups += 1
-        return copies(owner.graphs.warm_up(lambda: owner.plain(static)))
+        return results
 
     def _build(self) -> None:
         plan, known = self.owner.plan, set(self.owner.plan.inputs)

@@ -42,6 +42,7 @@ class Seen:
     results: tuple[Any, ...]
 
 
+RESTLESS = 4  # so many warm-ups in a row, and the sizes run uncaptured until addresses stay
 WATCHER: ContextVar[list[Seen] | None] = ContextVar("v41_replay_watcher", default=None)  # gets the calls below it
 
 
@@ -100,6 +101,10 @@ class Replayer:
             self.chains[sizes[size]] = Chain(self, f"{size}={sizes[size]}")
         return self.chains[sizes[size]]
 
+    def restless(self, inputs: list[Any]) -> tuple[Any, ...]:
+        """Runs a step whose inputs lay elsewhere in each of the steps before."""
+        return self._uncaptured("an input lies at another address every step")(inputs)
+
     def _uncaptured(self, reason: str) -> Run:
         self.log.uncaptured[reason] = self.log.uncaptured.get(reason, 0) + 1
         return self.plain
@@ -151,11 +156,15 @@ class Whole:
         self.addresses: list[int | None] = []  # of the inputs when it warmed up
         self.views: list[Tensor] = []
         self.failed = False
+        self.moves = 0  # warm-ups since a graph was captured
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         owner = self.owner
         if not same_addresses(inputs, self.addresses, owner.fixed):
-            return self._warm_up(inputs)
+            if self.moves < RESTLESS:
+                return self._warm_up(inputs)
+            self.addresses = addresses_of(inputs, owner.fixed)
+            return owner.restless(inputs)
         if self.failed or (self.graph is None and not self._capture(inputs)):
             return owner.plain(inputs)
         moving = [inputs[i] for i in owner.moving]
@@ -178,10 +187,13 @@ class Whole:
             owner.log.dropped.append(self.name)
         self.views = owner.static.views(inputs, owner.moving)
         static = with_copies(inputs, owner.moving, self.views)
-        self.addresses = addresses_of(static, owner.fixed)
+        addresses = addresses_of(static, owner.fixed)
         inputs.clear()
+        results = copies(owner.graphs.warm_up(lambda: owner.plain(static)))
+        self.addresses = addresses
+        self.moves += 1
         owner.log.warm_ups += 1
-        return copies(owner.graphs.warm_up(lambda: owner.plain(static)))
+        return results
 
     def _capture(self, inputs: list[Any]) -> bool:
         owner = self.owner
@@ -192,5 +204,6 @@ class Whole:
             self.failed = True
             owner.log.failed(self.name, error)
             return False
+        self.moves = 0
         owner.log.captured.append(self.name)
         return True

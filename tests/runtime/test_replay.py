@@ -208,6 +208,36 @@ def test_another_address_drops_the_graph() -> None:
     assert pair.log.warm_ups == 4 and len(pair.log.captured) == 6 and len(pair.log.dropped) == 2
 
 
+@torch.no_grad()
+def test_inputs_that_lie_elsewhere_every_step_are_not_warmed_up_for_ever() -> None:
+    pair, kept = Pair(), []
+    for _ in range(7):
+        kept.append(pair.caches[0])
+        pair.caches[0] = pair.caches[0].clone()
+        pair.step(2, 1)
+    assert pair.log.warm_ups == 4 and pair.log.uncaptured == {"an input lies at another address every step": 3}
+    pair.step(2, 1)
+    pair.step(2, 1)
+    assert pair.log.captured == ["rows=2 blocks=1"] and pair.log.replays == 2 and not pair.log.dropped
+
+
+@torch.no_grad()
+def test_a_warm_up_that_raises_is_none() -> None:
+    calls = []
+
+    def fails_once(x: Tensor, w: Tensor) -> tuple[Tensor]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise IndexError("out of range")
+        return (x @ w,)
+
+    pair = Pair(artifacts={"project": fails_once})
+    with pytest.raises(IndexError):
+        pair.step(2, 1)
+    pair.step(2, 1)
+    assert pair.log.warm_ups == 1 and not pair.log.captured
+
+
 REFUSALS = {
     "input x is not contiguous": lambda plan: plan,
     "project cannot be captured: it asks for a value": lambda plan: replace(
