@@ -14,12 +14,15 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_program_of_the_readme_runs() -> None:
-    (program,) = re.findall(r"```python\n(.+?)```", README, re.DOTALL)
-    names: dict[str, object] = {}
-    exec(compile(program, "README.md", "exec"), names)
-    logits, reports = names["logits"], names["reports"]
-    assert isinstance(logits, torch.Tensor) and logits.shape == (2, 512)
+def test_the_programs_of_the_readme_run_one_after_the_other() -> None:
+    shapes, names = [], dict[str, object]()
+    for program in re.findall(r"```python\n(.+?)```", README, re.DOTALL):
+        exec(compile(program, "README.md", "exec"), names)
+        logits = names["logits"]
+        assert isinstance(logits, torch.Tensor)
+        shapes.append(tuple(logits.shape))
+    reports = names["reports"]
+    assert shapes == [(2, 512), (1, 512)]
     assert isinstance(reports, list) and len(reports) == 1 and reports[0].passes
 
 
