@@ -172,7 +172,6 @@ def test_what_differs_is_named(change: str) -> None:
 
 
 @pytest.mark.parametrize("part, patch", [
-    ("torch: inductor", lambda m: m.setattr(torch._inductor.config, "epilogue_fusion", False)),
     ("torch: matmul precision", lambda m: m.setattr(torch, "get_float32_matmul_precision", lambda: "high")),
     ("environment: TRITON_INTERPRET", lambda m: m.setenv("TRITON_INTERPRET", "1")),
     ("versions: torch", lambda m: m.setattr(torch, "__version__", "9.9")),
@@ -183,6 +182,12 @@ def test_surroundings_are_in_the_key(part: str, patch: Callable[[Any], None], mo
     before = key(scaled(2.0), X)
     patch(monkeypatch)
     assert before.differences(key(scaled(2.0), X).parts) == [part]
+
+
+def test_the_configuration_of_torch_is_in_the_key() -> None:
+    before = key(scaled(2.0), X)
+    with torch._inductor.config.patch(epilogue_fusion=False):
+        assert before.differences(key(scaled(2.0), X).parts) == ["torch: inductor"]
 
 
 def test_every_source_of_the_compiler_is_in_the_key(tmp_path: Path) -> None:
