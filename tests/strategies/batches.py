@@ -51,7 +51,7 @@ def buckets(draw: st.DrawFn) -> Buckets:
     def ladder(most: int) -> tuple[int, ...]:
         return tuple(sorted(draw(st.sets(st.integers(1, most), min_size=1, max_size=4))))
 
-    return Buckets(ladder(6), ladder(48), ladder(24))
+    return Buckets(ladder(6), ladder(24), ladder(24))
 
 
 def poisoned(config: V41Config, slots: int, capacity: int) -> Cache:
