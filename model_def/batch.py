@@ -23,6 +23,7 @@ from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.errors import (
     ChunkLongerThanSlot,
+    ChunkMistyped,
     ChunkOutOfTokens,
     HitNotReplayable,
     NoSuchSlot,
@@ -199,10 +200,13 @@ def batch_of_sizes(
 
 def check_chunks(config: V41Config, cache: Cache, chunks: Sequence[Chunk]) -> None:
     """Raises for the first chunk that cannot run."""
+    if not isinstance(chunks, Sequence):
+        raise mistyped("build_batch(chunks=...)", "chunks", chunks, "a list of Chunk")
     used: dict[int, int] = {}
     ratio = max(config.compress_ratios)
     for i, chunk in enumerate(chunks):
         where = f"build_batch(chunks[{i}])"
+        check_types(where, chunk, config.engram_max_ngram_size)
         if not 0 <= chunk.start <= chunk.end <= len(chunk.ids):
             raise ChunkOutOfTokens(where, chunk=i, start=chunk.start, stop=chunk.end, known=len(chunk.ids))
         if not 0 <= chunk.slot < cache.slots:
@@ -215,6 +219,28 @@ def check_chunks(config: V41Config, cache: Cache, chunks: Sequence[Chunk]) -> No
         if chunk.hit < 0 or (chunk.hit and (chunk.start < floor or (ratio and chunk.hit % ratio))):
             raise HitNotReplayable(where, chunk=i, start=chunk.start, hit=chunk.hit, ratio=ratio, floor=floor)
         used[chunk.slot] = i
+
+
+def check_types(where: str, chunk: Chunk, order: int) -> None:
+    """ChunkMistyped unless the fields are what they say; of `ids`, those that the step reads."""
+    if not isinstance(chunk, Chunk):
+        raise mistyped(where, "a chunk", chunk, "a Chunk")
+    for name in ("start", "slot", "hit", "stop"):
+        value = getattr(chunk, name)
+        if type(value) is not int and not (name == "stop" and value is None):
+            raise mistyped(where, name, value, "a plain int" + " or None" * (name == "stop"))
+    if type(chunk.every_logit) is not bool:
+        raise mistyped(where, "every_logit", chunk.every_logit, "True or False")
+    if not isinstance(chunk.ids, Sequence) or isinstance(chunk.ids, str | bytes):
+        raise mistyped(where, "ids", chunk.ids, "a list of token ids; a tensor has .tolist()")
+    for token in chunk.ids[max(chunk.start - order + 1, 0) : max(chunk.end, 0)]:
+        if type(token) is not int or token.bit_length() > 63:
+            raise mistyped(where, "a token id", token, "plain ints of 64 bits")
+
+
+def mistyped(where: str, what: str, value: object, wanted: str) -> ChunkMistyped:
+    text = repr(value) if isinstance(value, int | float | str | None) else f"of type {type(value).__name__}"
+    return ChunkMistyped(where, what=what, value=text, wanted=wanted)
 
 
 def check_tokens(config: V41Config, chunks: Sequence[Chunk], tokens: Tensor, group: Tensor, columns: Tensor) -> None:

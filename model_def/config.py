@@ -142,7 +142,7 @@ class V41Config:
     @classmethod
     def preset(cls, name: str) -> V41Config:
         """"tiny", "bench" or "flash"; see PRESETS."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise UnknownPreset("V41Config.preset", name=name, known=", ".join(sorted(PRESETS)))
         return cls(**PRESETS[name])
 
@@ -153,7 +153,7 @@ class V41Config:
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         data = read_json(path)
-        for name in ("text_config", "quantization_config", "rope_scaling"):
+        for name in ("text_config", "quantization_config"):
             if not isinstance(data.get(name, {}), dict | None):
                 raise FileUnreadable(path, problem=f"{name} is {data[name]!r}, no object")
         values, unknown = _released_values(data) if "text_config" in data else _flat_values(data)
@@ -261,11 +261,11 @@ def _released_values(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     top = {name: value for name, value in data.items() if name != "text_config"}
     quantization = data.get("quantization_config") or {}
     values, unknown = _known({**top, **(data["text_config"] or {})})
-    scaling = dict(values.pop("rope_scaling", None) or {})
-    if "rope_type" in scaling:
-        scaling["type"] = scaling.pop("rope_type")
-    stray = [name for name in scaling if name not in RopeScaling.__annotations__]
-    values["rope_scaling"] = RopeScaling(**{name: value for name, value in scaling.items() if name not in stray})
+    stray: list[str] = []
+    if isinstance(scaling := values.get("rope_scaling"), dict):  # null or another type is for the rules to refuse
+        scaling = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
+        stray = [name for name in scaling if name not in RopeScaling.__annotations__]
+        values["rope_scaling"] = RopeScaling(**{name: value for name, value in scaling.items() if name not in stray})
     values["weight_dtype"] = quantization.get("quant_method", "bf16")
     values["expert_dtype"] = quantization.get("expert_dtype", values["weight_dtype"])
     return values, unknown + [f"rope_scaling.{name}" for name in stray]

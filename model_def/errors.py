@@ -87,6 +87,20 @@ class TokenMapError(ModelError):
     fix = "give a compressed id below {compressed} for at most {ids} token ids, one dimension of integers"
 
 
+class CacheHasNoRoom(ModelError, ValueError):
+    """facts: name ("slots" or "capacity"), value."""
+
+    found = "a cache of {name}={value!r} holds no token of any request"
+    fix = "give slots, how many requests, and capacity, how many tokens of each, as integers above 0"
+
+
+class ChunkMistyped(ModelError, TypeError):
+    """facts: what ("chunks", "a chunk" or its field), value, wanted."""
+
+    found = "{what} cannot be {value}"
+    fix = "give {wanted}"
+
+
 class ChunkOutOfTokens(ModelError, ValueError):
     """facts: chunk, start, stop, known."""
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from v41.model_def.errors import FileUnreadable
+
 BLANKS = re.compile(r"[ \t\r\n]+")
 
 
@@ -38,10 +40,13 @@ def number_keys(keys: Iterable[str]) -> Tensor:
 
 
 def read_token_map(tokenizer_json: str | Path) -> Tensor:
-    """int64 [vocabulary], compressed id of each token id. Needs the `tokenizers` package."""
+    """int64 [vocabulary], compressed id of each token id, by the `tokenizers` package. FileUnreadable if it refuses."""
     from tokenizers import Tokenizer  # here, for only this needs it
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    except Exception as error:  # the library raises this very type
+        raise FileUnreadable(tokenizer_json, problem=f"no tokenizer: {error}") from None
     ids = range(tokenizer.get_vocab_size(with_added_tokens=True))
     texts = tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
     return number_keys(token_key(text, tokenizer.id_to_token(i) or "") for i, text in zip(ids, texts, strict=True))

@@ -19,10 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from v41.backend import effective_codegen
 from v41.errors import NoSuchDevice
 from v41.model_def.config import V41Config
 from v41.model_def.generation import Forward, sampling
 from v41.model_def.model import V41ForCausalLM
+from v41.options import Options
 from v41.report import CompileReport, collect
 from v41.tools.bytes import encode, packaged_prompts
 from v41.tools.compare import Agreement, agree
@@ -67,6 +69,7 @@ def generate_command(arguments: Namespace) -> int:
 def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
     """Everything but the printing."""
     device = checked_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    effective_codegen(Options(codegen=arguments.codegen), torch.device(device))  # refuses what would fail later
     source = arguments.checkpoint or f"preset {preset(arguments)}"
     model = build_model(arguments, seed=0, device=device)
     config = model.config
@@ -108,7 +111,7 @@ def build_model(arguments: Namespace, seed: int, device: str) -> V41ForCausalLM:
 
 
 def preset(arguments: Namespace) -> str:
-    return arguments.preset or "tiny"
+    return "tiny" if arguments.preset is None else str(arguments.preset)
 
 
 def compare(

@@ -25,6 +25,7 @@ from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.errors import (
     ChunkLongerThanSlot,
+    ChunkMistyped,
     ChunkOutOfTokens,
     HitNotReplayable,
     ModelError,
@@ -217,6 +218,24 @@ def test_what_cannot_run_is_refused(
         build_batch(TINY, cache, chunks, **options)
     assert facts.items() <= refusal.value.facts.items()
     assert "\n  at   build_batch(" in str(refusal.value) and "\n  fix  " in str(refusal.value)
+
+
+MISTYPED: list[tuple[Any, str]] = [  # chunks, and what the error names
+    (Chunk([1], 0, 0), "chunks"), (iter([Chunk([1], 0, 0)]), "chunks"), ([([1], 0, 0)], "a chunk"), ([None], "a chunk"),
+    *(([Chunk([1, 2], **{"start": 0, "slot": 0, name: value})], name)  # type: ignore[arg-type]
+      for name in ("start", "slot", "stop", "hit") for value in (True, 1.0, "1", torch.tensor(1))),
+    ([Chunk([1], None, 0)], "start"), ([Chunk([1], 0, 0, every_logit=1)], "every_logit"),  # type: ignore[arg-type]
+    *(([Chunk(ids, 0, 0)], "ids") for ids in (torch.tensor([1]), "12", b"12", {1, 2}, None)),  # type: ignore[arg-type]
+    *(([Chunk([7, token], 0, 0)], "a token id")
+      for token in (True, 1.0, None, torch.tensor(1), 1 << 63)),  # type: ignore[list-item]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("chunks", "what"), MISTYPED)
+def test_what_has_another_type_is_named(chunks: Any, what: str) -> None:
+    with pytest.raises(ChunkMistyped) as refusal:
+        build_batch(TINY, Cache.zeros(TINY, 2, 32), chunks)
+    assert refusal.value.facts["what"] == what and "build_batch(chunks" in str(refusal.value)
 
 
 def test_moving_a_batch_keeps_its_marks_and_its_numbers() -> None:

@@ -16,6 +16,7 @@ from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
+from v41.model_def.errors import CacheHasNoRoom
 from v41.model_def.model import V41ForCausalLM
 
 TINY = V41Config.preset("tiny").replace(hc_sinkhorn_iters=1)
@@ -45,6 +46,14 @@ def test_released_sizes() -> None:
 def test_capacity_is_whole_groups(asked: int, has: int) -> None:
     cache = Cache.zeros(TINY, 1, asked)
     assert cache.capacity == has and cache.bytes_per_token() == Cache.zeros(TINY, 1, 64).bytes_per_token()
+
+
+@pytest.mark.parametrize("value", [0, -4, True, 2.0, "8", None, torch.tensor(8)])
+@pytest.mark.parametrize("name", ["slots", "capacity"])
+def test_a_cache_for_nobody_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(CacheHasNoRoom) as refusal:
+        Cache.zeros(TINY, **{"slots": 2, "capacity": 8, name: value})
+    assert refusal.value.facts["name"] == name
 
 
 @settings(max_examples=8)

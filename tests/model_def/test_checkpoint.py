@@ -186,6 +186,16 @@ def test_a_wrong_token_map_names_the_layer(released: tuple[Path, dict[str, Tenso
         load_checkpoint(V41ForCausalLM(QUANTISED), folder)
 
 
+def test_a_tokenizer_that_is_none_is_named(released: tuple[Path, dict[str, Tensor]]) -> None:
+    pytest.importorskip("tokenizers")
+    folder, _ = released
+    (folder / TOKEN_MAP).unlink(missing_ok=True)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(FileUnreadable, match="no tokenizer") as caught:
+        load_checkpoint(V41ForCausalLM(QUANTISED), folder)
+    assert caught.value.where == folder / "tokenizer.json"
+
+
 def test_the_token_map_comes_from_a_tokenizer(released: tuple[Path, dict[str, Tensor]]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     folder, _ = released

@@ -234,6 +234,23 @@ def test_a_file_that_holds_no_config_is_named(content: bytes, tmp_path: Path) ->
     assert caught.value.where == tmp_path / "config.json"
 
 
+@pytest.mark.parametrize("scaling", [None, "yarn", 4, [4, 32]])
+def test_a_scaling_that_is_none_is_refused(scaling: Any, tmp_path: Path) -> None:
+    """null does not mean the released YaRN, and this model has no other RoPE behind a compressor."""
+    data = V41Config.preset("tiny").to_json()
+    data["text_config"]["rope_scaling"] = scaling
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=r"rope_scaling is .*, not RopeScaling") as caught:
+        V41Config.from_json(tmp_path)
+    assert caught.value.where == tmp_path / "config.json"
+
+
+@pytest.mark.parametrize("name", ["huge", "", None, 3, ["tiny"]])
+def test_a_preset_that_is_none_is_refused(name: Any) -> None:
+    with pytest.raises(UnknownPreset, match="bench, flash, tiny"):
+        V41Config.preset(name)
+
+
 def test_numbers_that_are_none_are_refused() -> None:
     with pytest.raises(ConfigError, match="swiglu_limit is nan"):
         V41Config.preset("tiny").replace(swiglu_limit=float("nan"))

@@ -66,6 +66,7 @@ def test_json_is_all_that_stdout_has(compiled_as, capsys: pytest.CaptureFixture[
     ("arguments", "found"),
     [(["--preset", "huge"], "huge"), (["--codegen", "none"], "codegen"),
      (["--device", "abacus"], "abacus"), (["--device", "meta"], "meta"),
+     (["--preset", ""], "''"),
      (["--tokens", "0"], "--tokens"), (["--preset", "tiny", "--checkpoint", "x"], "not allowed")],
 )  # fmt: skip
 def test_what_is_refused_is_explained(arguments: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +77,17 @@ def test_what_is_refused_is_explained(arguments: list[str], found: str, capsys: 
     captured = capsys.readouterr()
     assert code == 2 and found in captured.err and not captured.out
     assert "Traceback" not in captured.err
+
+
+def test_a_codegen_without_a_device_is_refused_before_there_is_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_model(*given: object) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr("v41.tools.generate_command.build_model", no_model)
+    assert main(["generate", "--codegen", "triton", "--device", "cpu"]) == 2
+    assert "codegen triton cannot run" in capsys.readouterr().err
 
 
 def test_help_comes_without_torch() -> None:
