@@ -29,7 +29,7 @@ class Obstacles:
             return None
         if node.target is invoke_subgraph:
             return self._inside(body_of(node))
-        name = getattr(node.target, "__name__", str(node.target))
+        name = str(node.target).removesuffix(".default")
         if isinstance(node.target, HigherOrderOperator) and not node.target.name().startswith("auto_functionalized"):
             return f"{name} may take a branch by data"
         if isinstance(node.target, OpOverload):
@@ -55,8 +55,11 @@ class Obstacles:
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or value.device.type == self.device.type:
             return False
-        constant = node.op == "get_attr" or (node.op == "call_function" and not node.all_input_nodes)
-        return not (constant and value.ndim == 0)
+        return value.ndim > 0 or not _is_constant(node)
+
+
+def _is_constant(node: Node) -> bool:
+    return node.op != "placeholder" and all(map(_is_constant, node.all_input_nodes))
 
 
 def _indices(node: Node) -> list[Node]:
