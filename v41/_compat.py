@@ -7,8 +7,7 @@ import ctypes
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,107 +137,6 @@ def known_equal(*sizes: int | SymInt) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return all(statically_known_true(sizes[0] == size) for size in sizes[1:])
-
-
-def functional_aten(
-    gm: GraphModule,
-    inputs: Sequence[object],
-    inference: Callable[..., Any],
-    training: Callable[..., Any],
-    *,
-    whole: Collection[str] = (),
-) -> Any:
-    """Dynamo's graph through AOTAutograd: `inference` turns a functional, decomposed graph into a boxed callable.
-
-    `training` is called instead where gradients would flow. `whole`: names of ATen operators that are not decomposed.
-    Returns what Dynamo is to run.
-    """
-    import torch._inductor.lowering  # noqa: F401  (the decompositions of pooling ask for it)
-    from torch._functorch.aot_autograd import aot_module_simplified
-    from torch._inductor.decomposition import select_decomp_table
-
-    table = select_decomp_table()
-    with _subgraphs_run_once():
-        return aot_module_simplified(
-            gm,
-            inputs,
-            fw_compiler=training,
-            inference_compiler=inference,
-            decompositions={op: rule for op, rule in table.items() if getattr(op, "_opname", None) not in whole},
-            keep_inference_input_mutations=True,
-        )
-
-
-@contextlib.contextmanager
-def _subgraphs_run_once() -> Iterator[None]:
-    """Under it, what a subgraph (nested_compile_region) returns is found once for operands of one layout.
-
-    torch remembers this only for sizes that are no unbacked symbols; for these it runs the body again for every call,
-    twice, and on some releases once more for the schema: most of the time of a model of many like layers.
-    """
-    from torch._higher_order_ops import utils
-    from torch._higher_order_ops.invoke_subgraph import invoke_subgraph as op
-
-    kind: Any = type(op)
-    fakes: dict[Any, Any] = utils.registered_hop_fake_fns
-    run, schema = fakes[op], kind.gen_schema
-    results: dict[object, tuple[object, list[Tensor]]] = {}
-    schemas: dict[object, tuple[object, Any]] = {}
-
-    def body(subgraph: Any) -> Any:
-        return getattr(subgraph, "subgraph", subgraph)  # of the functionalizing wrapper, new for every call
-
-    def remembered_run(subgraph: Any, identifier: str, *operands: Any) -> Any:
-        key = (id(body(subgraph)), *map(_layout, operands))
-        if key in results:
-            return tuple(_like(value) for value in results[key][1])
-        found = run(subgraph, identifier, *operands)
-        if _follows_from(found, operands):
-            results[key] = body(subgraph), list(found)  # the subgraph lives on, so its id stays its own
-        return found
-
-    def remembered_schema(self: Any, subgraph: Any, identifier: str, *operands: Any) -> Any:
-        key = (id(body(subgraph)), *map(type, operands))
-        if key not in schemas:
-            schemas[key] = body(subgraph), schema(self, subgraph, identifier, *operands)
-        return schemas[key][1]
-
-    fakes[op], kind.gen_schema = remembered_run, remembered_schema
-    try:
-        yield
-    finally:
-        fakes[op], kind.gen_schema = run, schema
-
-
-def _layout(value: object) -> object:
-    """Equal for operands that a body cannot tell apart while it is traced."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.device, _exprs(value.shape), _exprs(value.stride()), _exprs([value.storage_offset()])
-    return (type(value), *_exprs([value])) if isinstance(value, (int, SymInt)) else id(value)
-
-
-def _exprs(sizes: Sequence[Any]) -> tuple[object, ...]:
-    return tuple(size.node.expr if isinstance(size, SymInt) else size for size in sizes)
-
-
-def _follows_from(results: object, operands: Sequence[object]) -> bool:
-    """Whether `results` are new plain tensors whose sizes say nothing that those of `operands` do not."""
-    if not isinstance(results, (tuple, list)) or not all(isinstance(value, Tensor) for value in results):
-        return False
-
-    def symbols(values: Sequence[Any]) -> set[str]:
-        sizes = [[*v.shape, *v.stride()] if isinstance(v, Tensor) else [v] for v in values]
-        return {name for size in chain(*sizes) if isinstance(size, (int, SymInt)) for name in symbols_of(size)}
-
-    own = {memory_of(value) for value in results}
-    others = {memory_of(value) for value in operands if isinstance(value, Tensor)}
-    apart = len(own) == len(results) and own.isdisjoint(others)
-    plain = all(fake_mode_of([value]) is not None and not value.storage_offset() for value in results)
-    return apart and plain and symbols(results) <= symbols(operands)
-
-
-def _like(value: Tensor) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def graph_break(gm: GraphModule) -> str | None:
@@ -402,6 +300,11 @@ def same_addresses(values: list[Any], addresses: list[int | None], places: list[
     if compare is not None:
         return bool(compare(values, addresses, places))
     return all(values[place].data_ptr() == addresses[place] for place in places)
+
+
+def mark_static_address(value: Tensor) -> None:
+    """Tells Inductor's CUDA graphs that an input stays where it is, so that they need not copy it."""
+    torch._dynamo.mark_static_address(value)
 
 
 def without_ownership(value: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from v41._compat import (
-    functional_aten,
     graph_break,
     input_name,
     outside_of_tracing,
     real_tensors,
     times_compiled_before,
 )
+from v41._compat_trace import functional_aten
 from v41.artifact_cache import open_cache
 from v41.errors import CodegenHasNoDevice, GradientsRequested
 from v41.model_def.buckets import Buckets

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tests.strategies.tracing import trace
-from v41._compat import functional_aten, inductor_keeps_explicit_casts
+from v41._compat import inductor_keeps_explicit_casts
+from v41._compat_trace import functional_aten
 from v41.errors import PieceInputMismatch
 from v41.lowering.inductor import cast_chain, compile_piece, supported
 from v41.lowering.piece_inputs import checker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,13 @@ import torch
 from torch import SymInt
 
 from tests.strategies.tracing import trace
-from v41 import _compat
+from v41 import _compat, _compat_trace
 
-TREE = ast.parse(Path(_compat.__file__).read_text())
+TREES = [ast.parse(Path(module.__file__).read_text()) for module in (_compat, _compat_trace)]
 IMPORTS = sorted(
     {
         (node.module, alias.name)
-        for node in ast.walk(TREE)
+        for node in chain(*map(ast.walk, TREES))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch")
         for alias in node.names
     }
