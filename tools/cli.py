@@ -47,8 +47,23 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     agreement.add_argument("--codegen", choices=CODEGENS, nargs="+", default=["eager", "inductor", "triton"])
     capacity = cases.add_parser("capacity", help="time and bytes of a step at 1 and 64 fold cache capacity")
     capacity.add_argument("--codegen", choices=CODEGENS, nargs="+", default=["eager", "inductor", "triton"])
-    for case in (boundary, agreement, capacity):
+    program = cases.add_parser("program", help="whole steps: v41 against eager and the modes of torch.compile")
+    add_program(program)
+    for case in (boundary, agreement, capacity, program):
         case.add_argument("--out", type=Path, help="where the JSON goes (tools/bench/results/)")
+
+
+def add_program(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--preset", default="bench", metavar="NAME", help="a size, with random weights (bench)")
+    command.add_argument("--cut", action="store_true", help="four layers of it, one of each kind")
+    command.add_argument("--rows", type=positive, nargs="*", default=[1, 16, 64, 256], help="of steps of decoding")
+    command.add_argument("--prefill", type=positive, nargs="*", default=[1024, 8192], help="rows of steps that read")
+    command.add_argument("--context", type=positive, default=4096, help="tokens of each request that decodes (4096)")
+    default = ["eager", "v41", "v41-uncaptured", "reduce-overhead", "compile"]
+    command.add_argument("--contenders", choices=[*default, "max-autotune"], nargs="+", default=default)
+    command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how v41's pieces run (auto)")
+    command.add_argument("--budget", type=float, default=480, help="seconds after which nothing starts (480)")
+    command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: all but the times (cuda)")
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:

@@ -30,6 +30,7 @@ from v41.report import CompileReport, programs_wanted
 Artifact = Callable[..., tuple[Any, ...]]
 
 KEPT = ("options", "passes", "pieces", "artifacts", "kernels", "fallbacks")  # of the report
+AT_RUN_TIME = ("capture", "buckets")  # options that change nothing of what is compiled
 PASSING = ("Inductor raised", "compiles nothing here")  # troubles that the next process may not have
 
 
@@ -131,7 +132,8 @@ def open_cache(
     if refusal is not None:
         return ArtifactCache(f"off: {refusal}")
     try:
-        key = key_of(gm, options=asdict(options), passes=passes, device=where)
+        asked = {name: value for name, value in asdict(options).items() if name not in AT_RUN_TIME}
+        key = key_of(gm, options=asked, passes=passes, device=where)
     except NotStorable as error:
         return ArtifactCache(f"off: {error}")
     return ArtifactCache("miss", cast(ArtifactStore, store), key)

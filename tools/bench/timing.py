@@ -52,8 +52,8 @@ def microseconds(call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], ca
     return statistics.median(times)
 
 
-def launches(call: Callable[[], Any], generated: str) -> dict[str, dict[str, float]]:
-    """Kernels and their µs in one call, by origin: generated (their names begin so), inductor, library."""
+def launches(call: Callable[[], Any], generated: str | tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Kernels and their µs in one call, by origin: generated (their names begin so, or so), inductor, library."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
@@ -62,7 +62,8 @@ def launches(call: Callable[[], Any], generated: str) -> dict[str, dict[str, flo
         torch.cuda.synchronize()
     split: dict[str, dict[str, float]] = defaultdict(lambda: {"launches": 0, "us": 0.0})
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.name != "Command Buffer Full":
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        if on_device and event.name != "Command Buffer Full":
             known = (
                 "generated"
                 if event.name.startswith(generated)

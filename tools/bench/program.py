@@ -1,0 +1,235 @@
+"""bench program: whole steps of a model on this GPU, v41 against eager and the modes of torch.compile, in one run.
+
+    us          a step, CUDA events around each of many steps in a row, median
+    idle_us     the same from an idle device, so with the host's time before the first kernel
+    host_us     until the call returns, on an idle device
+    origin      kernels of one step and their µs: generated, inductor, library
+    floor_us    bytes of the weights that the step reads / the copy rate; above_us is what lies above it
+    bytes       the most a step allocates
+    replay_us   v41: the graph alone; guarded_*: the same step behind Dynamo's guards
+
+Logits are compared with eager's first, by the criterion of compare.py. A contender that fails is a record with its
+error. The JSON is written after every record; what would start after --budget seconds is left out, as it says.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from v41.errors import BenchNeedsGPU
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
+from v41.tools.bench import timing
+from v41.tools.bench.capacity import cost
+from v41.tools.bench.contenders import INDUCTOR, Contender, contender
+from v41.tools.bench.program_cases import Case, cut, floor_us, prepare, weight_bytes
+from v41.tools.compare import agree
+from v41.tools.exact import Exact
+from v41.tools.generate_view import agreement_values
+from v41.tools.tables import add, table
+
+WARM = 4  # further steps before the first that counts: v41 captures the second of its sizes, Inductor the third
+SECONDS, FEWEST, MOST = 0.6, 5, 50  # a time is the median of so many steps as fit
+Record = dict[str, Any]
+
+
+def bench_command(arguments: Namespace) -> int:
+    """What `v41 bench program` does; 1 where v41's logits are not eager's or a contender of ours failed."""
+    started = time.perf_counter()
+    timed = arguments.device != "cpu"
+    if timed and not torch.cuda.is_available():
+        raise BenchNeedsGPU("v41 bench program", found="torch sees none; --device cpu tries all but the times")
+    device = "cuda" if timed else "cpu"
+    config = V41Config.preset(arguments.preset)
+    config = cut(config) if arguments.cut else config
+    model = V41ForCausalLM.random(config, 0, device).eval().requires_grad_(False)
+    cases = prepare(model, arguments.rows, arguments.prefill, arguments.context)
+    result = {
+        "case": "program", **timing.provenance(),
+        "model": f"preset {arguments.preset}{', cut' if arguments.cut else ''}", "layers": config.num_hidden_layers,
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()), "context": arguments.context,
+        "codegen": arguments.codegen, "records": list[Record](), "contenders": dict[str, Any](),
+    }  # fmt: skip
+
+    def save() -> Path:
+        result["seconds"] = round(time.perf_counter() - started, 1)
+        result["ratios"] = ratios(result["records"])
+        return timing.save(result, arguments.out)
+
+    truth = references(model, cases, result)
+    save()
+    for name, group in groupby(in_turn(arguments.contenders, cases), key=lambda job: job[0]):
+        one = contender(name, model, arguments.codegen)
+        with one.around():
+            for _, case in group:
+                late = time.perf_counter() - started > arguments.budget
+                record = {"contender": name, "case": case.name, **result["steps"][case.name]}
+                record |= {"error": "left out: no time"} if late else attempt(one, case, truth[case.name], timed)
+                result["records"].append(record)
+                result["contenders"][name] = one.facts()
+                save()
+                print(line(record), flush=True)
+        del one
+        clean_up()
+    Console(width=160).print(overview(result["records"]))
+    print(f"written to {save()}")
+    return 0 if all(holds(record) for record in result["records"] if record["contender"].startswith("v41")) else 1
+
+
+def in_turn(names: Sequence[str], cases: Sequence[Case]) -> list[tuple[str, Case]]:
+    """What runs, what matters most first: Inductor, minutes a model, has graphs for decode and none for prefill."""
+
+    def turn(job: tuple[str, Case]) -> int:
+        name, case = job
+        return 0 if name not in INDUCTOR else 1 if (name == "compile") == (case.kind == "prefill") else 2
+
+    return sorted(((name, case) for name in names for case in cases), key=turn)
+
+
+def holds(record: Record) -> bool:
+    return "error" not in record and record["agreement"]["failed"] == 0
+
+
+@torch.no_grad()
+def references(model: V41ForCausalLM, cases: Sequence[Case], result: Record) -> dict[str, tuple[Tensor, Tensor]]:
+    """Logits of eager and of the fp64 run by case, on the CPU; the bytes of its weights go into result["steps"]."""
+    result["steps"], found = {}, {}
+    for case in cases:
+        touched = weight_bytes(model, case)
+        step: Record = {"touched_bytes": touched, "floor_us": round(floor_us(touched), 1)}
+        result["steps"][case.name] = step
+        eager = model(case.plain, case.cache).cpu()
+        try:
+            with Exact():
+                exact = model(case.plain, case.cache).cpu()
+        except torch.OutOfMemoryError:
+            exact, step["fp64"] = eager, "none: out of memory"  # excuses nothing
+        found[case.name] = (eager, exact)
+        clean_up()
+    return found
+
+
+def attempt(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: bool) -> Record:
+    """Everything measured of one case, or the error; after either the cache is as good as before."""
+    started = time.perf_counter()
+    try:
+        with torch.no_grad():
+            found = measure(one, case, truth, timed)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        found = {"error": f"{type(error).__name__}: {' | '.join(lines[:6])[:1000]}"}
+    return {**found, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def measure(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: bool) -> Record:
+    started = time.perf_counter()
+    step = one.step(case)
+    logits = step()
+    found: Record = {"first_s": round(time.perf_counter() - started, 1)}
+    for _ in range(WARM):
+        logits = step()
+    eager, exact = truth
+    found["agreement"] = agreement_values(agree(eager, logits[: len(eager)].cpu(), exact))
+    del logits
+    if not timed:
+        return found
+    found |= times(step)
+    found["bytes"] = min(cost(step)[1] for _ in range(3))
+    found["origin"] = timing.launches(step, one.kernels() or "no kernel")
+    for name, part in one.alone().items():
+        found |= {f"{name}_{unit}": value for unit, value in times(part).items()}
+    return found
+
+
+def times(step: Callable[[], object]) -> dict[str, float]:
+    """us, idle_us and host_us of a step, each a median."""
+    count = min(MOST, max(FEWEST, int(SECONDS * 1e6 / cost(step)[0])))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    us = [before.elapsed_time(after) * 1000 for before, after in pairwise(events)]
+    idle, host = [], []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began = time.perf_counter_ns()
+        start.record()
+        step()
+        host.append((time.perf_counter_ns() - began) / 1000)
+        end.record()
+        end.synchronize()
+        idle.append(start.elapsed_time(end) * 1000)
+    return {name: round(statistics.median(each), 1) for name, each in zip(NAMED, (us, idle, host), strict=True)}
+
+
+NAMED = ("us", "idle_us", "host_us")
+
+
+def clean_up() -> None:
+    """Gives back what a contender held."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- what the records say together
+
+
+def ratios(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """By case: v41's time over each other contender's, and above the floor over the best torch.compile mode's."""
+    found: dict[str, dict[str, Any]] = {}
+    for ours in records:
+        if ours["contender"] != "v41" or "us" not in ours:
+            continue
+        others = {r["contender"]: r for r in records if r["case"] == ours["case"] and "us" in r and r is not ours}
+        each: dict[str, Any] = {f"over {name}": round(ours["us"] / other["us"], 3) for name, other in others.items()}
+        modes = [other["us"] - other["floor_us"] for name, other in others.items() if name in INDUCTOR]
+        if modes:
+            each["above the floor, over the best mode"] = round((ours["us"] - ours["floor_us"]) / min(modes), 3)
+        if "replay_us" in ours and "v41-uncaptured" in others:
+            each["bytes of a step, over uncaptured"] = round(ours["bytes"] / others["v41-uncaptured"]["bytes"], 3)
+        found[ours["case"]] = each
+    return found
+
+
+def line(record: Record) -> str:
+    told = record.get("error") or f"{record.get('us')} us, floor {record['floor_us']}, host {record.get('host_us')}"
+    rows = record.get("agreement")
+    judged = f", KL {rows['max_kl']:.2g}, {rows['failed']} of {rows['rows']} fail" if rows else ""
+    return f"{record['contender']:<16}{record['case']:<14}{told}{judged}  ({record.get('seconds', 0)} s)"
+
+
+def overview(records: Sequence[Record]) -> Table:
+    """A line a case and contender, by case."""
+    columns = ("us", "above", "replay us", "idle us", "host us", "launches", "MiB", "KL", "failed", "first s")
+    made = table("case", "contender", *columns, left=2)
+    for case in dict.fromkeys(record["case"] for record in records):
+        for r in (record for record in records if record["case"] == case and "error" not in record):
+            launches = sum(int(split["launches"]) for split in r.get("origin", {}).values()) or None
+            above = round(r["us"] - r["floor_us"], 1) if "us" in r else None
+            mib = round(r["bytes"] / 2**20) if "bytes" in r else None
+            agreement = r["agreement"]
+            add(made, case, r["contender"], whole(r.get("us")), whole(above), whole(r.get("replay_us")),
+                whole(r.get("idle_us")), whole(r.get("host_us")), launches, mib, agreement["max_kl"],
+                agreement["failed"], r["first_s"])  # fmt: skip
+    return made
+
+
+def whole(value: float | None) -> str | None:
+    return None if value is None else f"{value:.0f}"

@@ -1,0 +1,142 @@
+"""cases of `bench program`: the model, what its cache holds, the batch of each step, and the bytes no step can spare.
+
+    decode 16        16 requests, each with a context of 4096 tokens, read one token more
+    prefill 8192     one request's first 8192 tokens, in one step
+
+The context is read once, by eager, and copied into every slot; last tokens differ, so rows pick differently. Each
+step writes the same when it runs again: the contenders share one cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from v41.model_def.batch import Batch, Chunk, build_batch
+from v41.model_def.buckets import Buckets
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+from v41.model_def.engram import EngramTable
+from v41.model_def.model import Embedding, V41ForCausalLM
+from v41.model_def.moe import MoE
+from v41.tools.bench.boundary import COPY_BYTES_A_US
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: `batch` in buckets, as v41 wants it. `plain`: as long as its chunks and of no marked size."""
+
+    kind: str  # decode or prefill
+    rows: int
+    batch: Batch
+    plain: Batch
+    cache: Cache
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.rows}"
+
+
+def cut(config: V41Config) -> V41Config:
+    """`config` in four layers: window only; a ratio-2 source with Engram; the candidate source; a re-indexer in it."""
+    return config.replace(
+        num_hidden_layers=4,
+        compress_ratios=(0, 2, 1, 1),
+        kv_source_layer_ids=(1, 2),
+        index_source_layer_ids=(1, 2, 3),
+        candidate_source_layer_id=2,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=config.engram_num_embeddings[:1],
+        num_nextn_predict_layers=0,
+        dspark_target_layer_ids=(),
+    )
+
+
+@torch.no_grad()
+def prepare(model: V41ForCausalLM, decode: Sequence[int], prefill: Sequence[int], context: int) -> list[Case]:
+    """The cases, the largest first, on one cache that holds what they read. `context` tokens, the last one read now."""
+    device, config = model.head.weight.device, model.config
+    slots = max([1, *decode])
+    cache = Cache.zeros(config, slots + 1, max([context, *prefill]), device)
+    ids = token_ids(config, max([context, *prefill]) + slots)
+    shared, last = ids[: context - 1], ids[-slots:]
+    model(build_batch(config, cache, [Chunk(shared, 0, 0)]), cache)
+    for records in tensors_of(cache):
+        records[1:slots] = records[:1]
+    cases = []
+    for rows in sorted(decode, reverse=True):
+        chunks = [Chunk([*shared, last[slot]], context - 1, slot) for slot in range(rows)]
+        cases.append(case("decode", rows, chunks, config, cache))
+    for rows in sorted(prefill, reverse=True):
+        cases.append(case("prefill", rows, [Chunk(ids[:rows], 0, slots)], config, cache))
+    return cases
+
+
+def case(kind: str, rows: int, chunks: Sequence[Chunk], config: V41Config, cache: Cache) -> Case:
+    exact = build_batch(config, cache, chunks)
+    return Case(kind, rows, build_batch(config, cache, chunks, buckets=Buckets()), unmarked(exact), cache)
+
+
+def unmarked(batch: Batch) -> Batch:
+    """The same batch with tensors that no compiler was told anything of."""
+    changed = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    made = Batch(**{**vars(batch), **changed})
+    return Batch(**{**vars(made), "blocks": {m: blocks.clone() for m, blocks in batch.blocks.items()}})
+
+
+def tensors_of(cache: Cache) -> list[Tensor]:
+    groups = (cache.entries, cache.index_keys, cache.tails)
+    return [*cache.rings, *(tensor for group in groups for tensor in group.values())]
+
+
+def token_ids(config: V41Config, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, config.vocab_size, (count,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def weight_bytes(model: V41ForCausalLM, case: Case) -> int:
+    """Bytes of the weights that a step reads: of experts those that its rows pick, of tables the rows looked up."""
+    touched: dict[nn.Module, int] = {}  # of a stack of experts or a table, so many of its first dimension
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, MoE):
+            hooks.append(module.gate.register_forward_hook(picks_of(module, touched)))
+        elif isinstance(module, (Embedding, EngramTable)):
+            hooks.append(module.register_forward_hook(rows_of(touched)))
+    try:
+        model(case.plain, case.cache)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(bytes_read(module, touched.get(module)) for module in model.modules())
+
+
+def picks_of(moe: MoE, touched: dict[nn.Module, int]) -> Callable[..., None]:
+    def note(gate: nn.Module, inputs: tuple[Tensor], result: tuple[Tensor, Tensor]) -> None:
+        touched.update(dict.fromkeys(moe.experts.children(), result[1].unique().numel()))
+
+    return note
+
+
+def rows_of(touched: dict[nn.Module, int]) -> Callable[..., None]:
+    def note(table: nn.Module, inputs: tuple[Tensor], result: Tensor) -> None:
+        touched[table] = inputs[0].unique().numel()
+
+    return note
+
+
+def bytes_read(module: nn.Module, touched: int | None) -> int:
+    """Bytes of a module's own parameters, or of so many slices of each."""
+    parameters = list(module.parameters(recurse=False))
+    if touched is None:
+        return sum(p.numel() * p.element_size() for p in parameters)
+    return sum(touched * p[0].numel() * p.element_size() for p in parameters)
+
+
+def floor_us(bytes_read: int) -> float:
+    """µs to read so many bytes at this GPU's copy rate."""
+    return bytes_read / COPY_BYTES_A_US
