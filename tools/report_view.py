@@ -33,6 +33,9 @@ def show(console: Console, reports: Sequence[CompileReport]) -> None:
             console.print()
         if len(reports) > 1:
             console.print(Text(f"graph {number} of {len(reports)}", "bold"))
+        if report.given_up is not None:
+            console.print(Text(f"given up {report.given_up}", "yellow"), soft_wrap=True)
+            continue
         console.print(passes_table(report.passes))
         for line in remarks(report):
             console.print(Text(line), soft_wrap=True)
@@ -124,6 +127,7 @@ def as_json(reports: Sequence[CompileReport]) -> list[dict[str, Any]]:
             "kernels": {name: list(pieces) for name, pieces in report.kernels.items()},
             "fallbacks": list(report.fallbacks),
             "graph_break": report.graph_break,
+            "given_up": report.given_up,
             "recompiles": report.recompiles,
             "cache": report.cache,
             "borders": borders(report.plan) if report.plan else {},

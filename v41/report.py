@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from v41._compat_frames import GivenUp
 from v41.plan import Plan
 from v41.regions import Region, is_region, region_of
 
@@ -76,7 +77,10 @@ class Captures:
 
 @dataclass
 class CompileReport:
-    """One compiled graph: effective options with who set them, passes, pieces, and all that did not go as intended."""
+    """One compiled graph: effective options with who set them, passes, pieces, and all that did not go as intended.
+
+    With `given_up`, none: a function that Dynamo left to Python, so nothing of it came here, and all else is empty.
+    """
 
     options: dict[str, tuple[object, str]] = field(default_factory=dict)  # name -> (value, who set it and why)
     passes: list[PassRun] = field(default_factory=list)
@@ -85,6 +89,7 @@ class CompileReport:
     kernels: dict[str, list[str]] = field(default_factory=dict)  # generated kernel -> the pieces that run it
     fallbacks: list[str] = field(default_factory=list)  # "piece 3 runs as eager: ..."
     graph_break: str | None = None  # why Dynamo ended this graph early, with the user's line
+    given_up: str | None = None  # why Dynamo did not trace a function at all, and which
     recompiles: int = 0  # how often Dynamo had compiled this function before
     cache: str = "off"  # hit, miss (and what differs from the nearest entry) or off (and why)
     seconds: dict[str, float] = field(default_factory=dict)  # phase -> wall time
@@ -93,33 +98,50 @@ class CompileReport:
     program: str | None = field(default=None, repr=False)  # before the first pass, where `collect(programs=True)` asked
 
 
-_COLLECTORS: ContextVar[tuple[tuple[list[CompileReport], bool], ...]] = ContextVar("v41_report_collectors", default=())
+@dataclass
+class Collector:
+    """What a `collect` block has got so far."""
+
+    programs: bool
+    reports: list[CompileReport] = field(default_factory=list)
+    given_up: GivenUp = field(default_factory=GivenUp)
+
+    def add(self, *made: CompileReport) -> None:
+        """Appends reports, behind those of what Dynamo gave up since the last."""
+        self.reports += [*(CompileReport(given_up=why) for why in self.given_up()), *made]
+
+
+_COLLECTORS: ContextVar[tuple[Collector, ...]] = ContextVar("v41_report_collectors", default=())
 
 
 @contextmanager
 def collect(*, programs: bool = False) -> Iterator[list[CompileReport]]:
     """Reports of every graph that v41 compiles inside the block, in order; with `programs`, each program's text too.
 
+    Of a function that Dynamo gives up, whatever backend it was for, a report says why, in its place at the end of the
+    block at the latest. Dynamo tries such a function once: a block that begins later has none.
+
     with v41.collect() as reports:
         compiled(batch, cache)
     """
-    reports: list[CompileReport] = []
-    token = _COLLECTORS.set((*_COLLECTORS.get(), (reports, programs)))
+    collector = Collector(programs)
+    token = _COLLECTORS.set((*_COLLECTORS.get(), collector))
     try:
-        yield reports
+        yield collector.reports
     finally:
+        collector.add()
         _COLLECTORS.reset(token)
 
 
 def publish(report: CompileReport) -> None:
     """Hands a finished report to every `collect` block around."""
-    for reports, _ in _COLLECTORS.get():
-        reports.append(report)
+    for collector in _COLLECTORS.get():
+        collector.add(report)
 
 
 def programs_wanted() -> bool:
     """Whether a `collect` block around asked for the text of programs."""
-    return any(programs for _, programs in _COLLECTORS.get())
+    return any(collector.programs for collector in _COLLECTORS.get())
 
 
 def applied(call: Node) -> Decision:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import v41
 from tests.strategies.tracing import trace
@@ -19,6 +22,55 @@ def test_every_collector_around_gets_a_report() -> None:
             publish(second := CompileReport(pieces=2))
         assert not programs_wanted()
     assert outer == [first, second] and inner == [second]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Decoder(Encoder):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0].tanh()
+
+
+@torch.no_grad()
+def test_what_dynamo_gives_up_has_a_report_in_its_place() -> None:
+    x = torch.randn(2, 3, 4)
+    encoder, decoder = (torch.compile(model, backend="v41") for model in (Encoder(), Decoder()))
+    double = torch.compile(lambda x: x * 2, backend="v41", options={"codegen": "eager"})
+    with v41.collect() as outer:
+        encoder(x)
+        with v41.collect() as inner:
+            double(x)
+        assert [report.given_up is None for report in outer] == [False, True]
+        decoder(x)
+        encoder(x)  # given up for good: Dynamo does not try again
+    assert [report.pieces for report in outer] == [0, 1, 0] and len(inner) == 1
+    for report in (outer[0], outer[2]):
+        why, at = str(report.given_up).splitlines()
+        assert "LSTM" in why and "v41/test_report.py" in at and at.endswith("forward")
+
+
+@torch.no_grad()
+def test_past_the_limit_of_recompiles_a_report_says_so() -> None:
+    function = torch.compile(lambda x, text: x + len(text), backend="v41", options={"codegen": "eager"})
+    with v41.collect() as reports, torch._dynamo.config.patch(recompile_limit=2):
+        for text in ("", "a", "bb", "ccc"):
+            function(torch.ones(2), text)
+    assert [report.given_up is None for report in reports] == [True, True, False]
+    assert "recompile limit" in str(reports[-1].given_up)
+
+
+def test_an_error_that_is_raised_is_nothing_given_up() -> None:
+    function = torch.compile(lambda x: x * 2, backend="v41", options={"codegen": "none"})
+    with v41.collect() as reports, pytest.raises(BackendCompilerFailed, match="InvalidOptionValue"):
+        function(torch.ones(2))
+    assert reports == []
 
 
 def test_a_pass_counts_its_decisions() -> None:
