@@ -30,7 +30,15 @@ from v41.runtime.capture import Graph, Graphs
 from v41.runtime.chain import Chain
 from v41.runtime.executor import Artifact, Run, executor
 from v41.runtime.segments import segments
-from v41.runtime.static_inputs import StaticInputs, copies, dimensions, symbolic, uncopyable, with_copies
+from v41.runtime.static_inputs import (
+    StaticInputs,
+    copies,
+    dimensions,
+    no_buckets,
+    symbolic,
+    uncopyable,
+    with_copies,
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,7 @@ def off_ladder(plan: Plan, sizes: Mapping[str, int]) -> str | None:
     """Which size keeps a step from being one graph, and why; None where none does."""
     for name, size in sizes.items():
         if name not in plan.buckets:
-            return f"{name} has no buckets"
+            return no_buckets(name)
         if size > plan.whole.get(name, size):
             return f"{name} above {plan.whole[name]}"
         if size not in plan.buckets[name]:

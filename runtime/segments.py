@@ -3,9 +3,9 @@
     pieces    rows  rows  rows+blocks  rows  uncapturable  rows
     segments  [ captured ] [  loose  ] [cap.] [  loose   ] [cap.]
 
-A segment is captured if its pieces depend on one size at most, that size has buckets, no piece is uncapturable, and
-nothing is written in place that a capture would have to copy. Order is the plan's. What leaves a segment is what a
-later one reads or the plan returns.
+A segment is captured if its pieces depend on one size at most, that size has buckets, no piece is uncapturable, what it
+reads can be copied, and nothing is written in place that would have to be. Order is the plan's. What leaves a segment
+is what a later one reads or the plan returns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import groupby
 
 from v41.plan import Piece, Plan
 from v41.runtime.executor import Artifact, Run, flat_function
-from v41.runtime.static_inputs import symbolic
+from v41.runtime.static_inputs import symbolic, uncopyable
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ def segments(plan: Plan) -> list[Segment]:
     moving = {name for name in plan.inputs if symbolic(plan.values[name])}
     sizes = {name for piece in plan.pieces if (name := _one_size(plan, piece)) is not None}
     (only,) = sizes if len(sizes) == 1 else (None,)  # one axis: with two, steps would seldom lie on both ladders
-    groups = groupby(plan.pieces, lambda piece: _holds(plan, piece, only, moving))
+    uncopied = {name for name in moving if uncopyable(plan, name)}
+    groups = groupby(plan.pieces, lambda piece: _holds(plan, piece, only, moving) and uncopied.isdisjoint(piece.reads))
     return list(_segments(plan, [(captured, tuple(pieces)) for captured, pieces in groups], only))
 
 

@@ -53,11 +53,16 @@ class StaticInputs:
         return math.prod(int(size) if size.isdigit() else plan.buckets[plan.sizes[size]][-1] for size in sizes)
 
 
+def no_buckets(size: str) -> str:
+    """Why a step with this size is not captured, and what helps."""
+    return f"{size} has no buckets: options={{'buckets': {{{size!r}: (1, 2, 4)}}}} would give it some"
+
+
 def uncopyable(plan: Plan, name: str) -> str | None:
     """Why input `name` cannot be copied into a buffer of the largest bucket; None where it can."""
     for size in dimensions(plan.values[name]) or ():
         if not size.isdigit() and plan.sizes.get(size) not in plan.buckets:
-            return f"size {plan.sizes.get(size, size)} of input {name} has no buckets"
+            return no_buckets(plan.sizes.get(size, size))
     if any(name in piece.writes for piece in plan.pieces):
         return f"input {name} is written in place, and has a size that changes"
     return None

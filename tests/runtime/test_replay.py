@@ -153,6 +153,12 @@ def test_segments_are_runs_that_depend_on_rows_alone() -> None:
     ]
 
 
+def test_what_reads_an_input_that_cannot_be_copied_is_loose() -> None:
+    plan = replace(PLAN, values=PLAN.values | {"slots": "i64[2*u0]"})
+    found = [(s.captured, [p.name for p in s.pieces]) for s in segments(plan)]
+    assert found == [(True, ["project"]), (False, ["store", "attend"]), (True, ["add", "scale"])]
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a step's results are no copies": lambda patch: patch.setattr(replay, "copies", tuple),
     "a chain's results are no copies": lambda patch: patch.setattr(chain, "copies", tuple),
@@ -243,7 +249,9 @@ REFUSALS = {
     "project cannot be captured: it asks for a value": lambda plan: replace(
         plan, pieces=(replace(plan.pieces[0], uncapturable="it asks for a value"), *plan.pieces[1:])
     ),
-    "size blocks of input blocks has no buckets": lambda plan: replace(plan, buckets={"rows": ROWS}),
+    "blocks has no buckets: options={'buckets': {'blocks': (1, 2, 4)}} would give it some": lambda plan: replace(
+        plan, buckets={"rows": ROWS}
+    ),
     "input x is written in place, and has a size that changes": lambda plan: replace(
         plan, pieces=(replace(plan.pieces[0], writes=("x",)), *plan.pieces[1:])
     ),
