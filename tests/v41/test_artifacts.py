@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 import v41
 from tests.v41.artifact_process import arguments, plain, run, step
@@ -29,6 +30,10 @@ from v41.artifact_key import Key, key_of
 from v41.artifact_store import ArtifactCacheWarning, ArtifactStore, Damaged, Miss, Pickler, checked
 from v41.errors import BodyNotKept
 from v41.lowering.generated import GeneratedPiece, generate_piece
+from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
 from v41.passes.pipeline import PIPELINE, Pass
 from v41.report import CompileReport
 from v41.text_code import define
@@ -436,3 +441,26 @@ def test_pieces_of_inductor_come_back_with_their_bits() -> None:
     (cold, first), (warm, second) = again(sizes, "inductor"), again(sizes, "inductor")
     assert cold.cache.endswith("; stored") and warm.cache.startswith("hit ")
     assert plain(first) == plain(second) == expected(sizes)
+
+
+@pytest.mark.slow
+def test_the_tiny_model_comes_back_with_its_bits() -> None:
+    """A chunk, then a row each: the loaded program runs steps of other sizes as the compiled one does."""
+    torch.manual_seed(0)
+    model = V41ForCausalLM(V41Config.preset("tiny")).eval()
+    chunks = [[Chunk([5, 6, 7], 0, 0), Chunk([8, 9], 0, 1)], [Chunk([1], 3, 0), Chunk([2], 2, 1)]]
+
+    def outcome(function: Callable[..., Tensor]) -> list[Any]:
+        cache = Cache.zeros(model.config, 2, 64)
+        logits = [function(build_batch(model.config, cache, step), cache) for step in chunks]
+        return [logits, [value.tolist() for value in tree_leaves(vars(cache)) if isinstance(value, Tensor)]]
+
+    told, outcomes = [], [outcome(model)]
+    for _ in range(2):
+        torch.compiler.reset()
+        with v41.collect() as reports:
+            options = {"codegen": "eager"}
+            outcomes.append(outcome(torch.compile(model, backend="v41", fullgraph=True, options=options)))
+        told += [report.cache.split()[0] for report in reports]
+    assert told == ["miss:", "hit"]
+    assert plain(outcomes[0]) == plain(outcomes[1]) == plain(outcomes[2])
