@@ -18,6 +18,7 @@ eps) or forward hook of a module; `forget()` after such a change.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -70,6 +71,7 @@ class PastGuards:
             weakref.finalize(self, self._unwatch)
 
     def __call__(self, *args: Any) -> Any:
+        start = time.perf_counter_ns()
         try:
             leaves, told = self.read(args) if self.read is not None else ([], ())
         except (AttributeError, LookupError, TypeError, ValueError):  # arguments of another form
@@ -80,7 +82,9 @@ class PastGuards:
             return self._learn(args)
         owner = route.whole.owner
         with owner.lock:
-            return route.whole.replay([leaves[i] for i in route.moving])[route.result]
+            result = route.whole.replay([leaves[i] for i in route.moving])[route.result]
+            owner.log.host_ns += time.perf_counter_ns() - start
+        return result
 
     def forget(self) -> None:
         """Sends the next call of every size through the compiled model."""

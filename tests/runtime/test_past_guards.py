@@ -92,6 +92,8 @@ def test_a_size_goes_past_the_guards_once_its_graph_was_replayed(calls: Calls) -
         taken = [calls(rows(n)) for n in (2, 2, 2, 2, 4, 4, 4, 2, 3, 3, 4)]
     assert taken == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0]  # 3 is in no bucket
     assert len(reports) == 1 and reports[0].captures is not None and reports[0].captures.replays == 7
+    before = reports[0].captures.host_ns
+    assert calls(rows(2)) == 0 and reports[0].captures.host_ns > before
 
 
 def replaced(model: Model) -> None:
