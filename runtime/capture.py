@@ -51,6 +51,9 @@ class Graphs(Protocol):
     ) -> tuple[Graph, tuple[Any, ...]]:
         """Records `run` on buffers like `borders`. What it raises goes through; nothing was executed then."""
 
+    def capturing(self) -> bool:
+        """Whether the caller records a graph of its own just now: then nothing may be captured or replayed."""
+
     def pool_bytes(self) -> int:
         """Device memory that all graphs hold together."""
 
@@ -97,6 +100,9 @@ class CudaGraphs:
                 raise
             graph.capture_end()
         return CudaGraph(graph, borrowed(buffers), borrowed(results)), results
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def pool_bytes(self) -> int:
         blocks = torch.cuda.memory_snapshot()

@@ -50,7 +50,7 @@ class Route:
 
     def fits(self, args: Sequence[Any], leaves: Sequence[Tensor]) -> bool:
         whole = self.whole
-        if whole.graph is None or any(args[i] is not value for i, value in self.same):
+        if whole.graph is None or whole.owner.graphs.capturing() or any(args[i] is not value for i, value in self.same):
             return False
         for place, leaf in self.places:
             self.inputs[place] = leaves[leaf]

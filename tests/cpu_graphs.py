@@ -79,6 +79,10 @@ class CpuGraphs:
         self.graphs: list[CpuGraph] = []
         self.pool: list[tuple[CpuGraph, Tensor, weakref.ref[Tensor] | None]] = []
         self.warm_ups = 0
+        self.around = False  # whether the caller captures
+
+    def capturing(self) -> bool:
+        return self.around
 
     def warm_up(self, run: Callable[[], Result]) -> Result:
         self.warm_ups += 1

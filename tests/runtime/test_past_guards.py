@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
 
 import v41
-from tests.cpu_graphs import record_captures
+from tests.cpu_graphs import CpuGraphs, record_captures
 from v41.runtime.past_guards import PastGuards, paths, reader
 
 WIDTH = 4
@@ -57,8 +57,9 @@ def rows(n: int, scale: int = 3, dtype: torch.dtype = torch.float32, extras: int
 class Calls:
     """The compiled model, the eager one and the callable under test, each with a state of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: list[CpuGraphs]) -> None:
         torch.manual_seed(0)
+        self.graphs = graphs
         self.model = Model().eval()
         self.compiled = torch.compile(self.model, backend="v41", fullgraph=True)
         self.slow = 0
@@ -82,9 +83,8 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     torch.compiler.reset()
-    record_captures(monkeypatch)
     with torch.no_grad():
-        yield Calls()
+        yield Calls(record_captures(monkeypatch))
 
 
 def test_a_size_goes_past_the_guards_once_its_graph_was_replayed(calls: Calls) -> None:
@@ -126,6 +126,7 @@ CHANGES: dict[str, Callable[[Calls], Any]] = {
     "another state": lambda calls: [
         calls.states.__setitem__(i, State(7, (torch.full((), 9.0),))) for i in range(2)
     ],
+    "a capture by the caller": lambda calls: setattr(calls.graphs[0], "around", True),
     "forget": lambda calls: calls.step.forget(),
 }
 

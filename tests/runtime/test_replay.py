@@ -215,6 +215,16 @@ def test_another_address_drops_the_graph() -> None:
 
 
 @torch.no_grad()
+def test_nothing_is_captured_or_replayed_while_the_caller_captures() -> None:
+    pair = Pair()
+    for around in (False, True, True, False, True):
+        pair.graphs.around = around
+        pair.step(2, 1)
+    assert len(pair.log.captured) == pair.log.replays == pair.log.warm_ups == 1
+    assert pair.log.uncaptured == {"the caller captures a graph around it": 3}
+
+
+@torch.no_grad()
 def test_inputs_that_lie_elsewhere_every_step_are_not_warmed_up_for_ever() -> None:
     pair, kept = Pair(), []
     for _ in range(7):
