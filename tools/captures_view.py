@@ -33,7 +33,8 @@ def capture_remarks(log: Captures) -> list[str]:
     """What the table cannot hold: time and memory, graphs that were dropped, captures that raised."""
     host, memory = "-" if log.host_us is None else f"{log.host_us:.1f}", log.pool_bytes() / 2**20
     lines = [f"capture  {host} µs on the host a step that is one graph; {memory:.1f} MiB in all graphs"]
-    lines += [f"dropped  {name}: an input lay at another address" for name in log.dropped]
+    if log.dropped:
+        lines.append(f"dropped  {len(log.dropped)}: an input lay at another address; the first {log.dropped[0]}")
     return lines + [f"error    {line}: runs uncaptured" for line in log.errors]
 
 

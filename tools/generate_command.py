@@ -26,6 +26,7 @@ from v41.model_def.generation import Forward, sampling
 from v41.model_def.model import V41ForCausalLM
 from v41.options import Options
 from v41.report import CompileReport, collect
+from v41.runtime.past_guards import past_guards
 from v41.tools.bytes import encode, packaged_prompts
 from v41.tools.compare import Agreement, agree
 from v41.tools.exact import Exact
@@ -74,7 +75,7 @@ def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
     model = build_model(arguments, seed=0, device=device)
     config = model.config
     prompts = [encode(text) for text in arguments.prompt or packaged_prompts()]
-    compiled = torch.compile(model, backend="v41", options={"codegen": arguments.codegen})
+    compiled = past_guards(torch.compile(model, backend="v41", options={"codegen": arguments.codegen}))
     settings: dict[str, Any] = {"tokens": arguments.tokens, "chunk": arguments.chunk, "device": device}
     steps = steps_needed(prompts, arguments.tokens, arguments.chunk)
 

@@ -37,7 +37,7 @@ in segments: longest above 1            5       2
 warm-up, of these and of new sizes      3       -
 uncaptured: rows=3 is in no bucket      2       -
 capture  40.0 µs on the host a step that is one graph; 3.0 MiB in all graphs
-dropped  rows=4 requests=4: an input lay at another address
+dropped  1: an input lay at another address; the first rows=4 requests=4
 error    rows=8 requests=8: RuntimeError: not permitted: runs uncaptured""".splitlines()
 
 
