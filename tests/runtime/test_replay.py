@@ -254,6 +254,29 @@ def test_a_warm_up_that_raises_is_none() -> None:
     assert pair.log.warm_ups == 1 and not pair.log.captured
 
 
+@torch.no_grad()
+def test_a_chain_that_raised_while_it_was_captured_is_captured_anew() -> None:
+    fails: list[int] = []
+
+    def sometimes(y: Tensor, cache: Tensor, blocks: Tensor) -> tuple[Tensor]:
+        if fails:
+            fails.pop()
+            raise IndexError("out of range")
+        return attend(y, cache, blocks)
+
+    pair = Pair(artifacts={"attend": sometimes})
+    pair.step(16, 1)
+    fails.append(1)
+    with pytest.raises(IndexError):
+        pair.step(16, 1)
+    pair.results.clear()
+    pair.caches[0].copy_(pair.caches[1])
+    pair.step(16, 1)
+    pair.step(16, 1)
+    assert pair.log.captured == ["rows=16 segment_0", *(f"rows=16 segment_{i}" for i in (0, 2))]
+    assert pair.log.segment_replays == 4 and not pair.log.errors
+
+
 REFUSALS = {
     "input x is not contiguous": lambda plan: plan,
     "project cannot be captured: it asks for a value": lambda plan: replace(
