@@ -119,8 +119,8 @@ def judge(gm: GraphModule, cut_at: Collection[str], along: str | None, names: di
 class Drafts:
     """The drafts of a program, filled with its nodes one after another."""
 
-    def __init__(self, judge: Judge, copied: Collection[Node]) -> None:
-        self.judge, self.copied = judge, copied
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
         self.drafts: list[Draft] = []
         self._kinds: dict[Node, Kind] = {}
         self._home: dict[Node, Draft | None] = {}  # None: it waits
@@ -212,7 +212,7 @@ class Drafts:
         found, stack = set[Node](), list(node.all_input_nodes) if self._waiting else []
         while stack:
             arg = stack.pop()
-            if arg not in found and (arg in self._waiting or arg in self.copied):
+            if arg not in found and arg in self._waiting:
                 found.add(arg)
                 stack += arg.all_input_nodes
         return [each for each in self._waiting if each in found] if found else []

@@ -83,7 +83,7 @@ def _copied(gm: GraphModule) -> dict[Node, None]:
 
 
 def _drafts(gm: GraphModule, judged: Judge, copied: dict[Node, None]) -> list[Draft]:
-    drafts = Drafts(judged, copied)
+    drafts = Drafts(judged)
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output") and node not in copied:
             drafts.add(node)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -30,7 +30,7 @@ SIZES = ("rows", "requests")
 def much(x: Tensor) -> Tensor:
     """So many nodes that they deserve a piece."""
     for _ in range(FEW):
-        x = (x + 1).relu()
+        x = x + 1
     return x
 
 
@@ -65,7 +65,7 @@ def told(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
 
 def ragged(x: Tensor, r: Tensor) -> Tensor:
     """[rows, 4]: every row against all requests."""
-    return (x @ r.T).softmax(-1) @ r
+    return (x @ r.T) @ r
 
 
 def test_work_with_other_sizes_is_a_piece() -> None:
@@ -87,25 +87,43 @@ def test_along_nothing_it_is_no_piece() -> None:
 
 
 def test_ragged_work_waits_for_its_reader() -> None:
-    """r + 1 and its view stand in front of the even work, and are read behind it."""
+    """r + 1 and its view stand among the even work, and are read behind it."""
 
     def step(x: Tensor, r: Tensor, cache: Tensor) -> Tensor:
+        y = much(x)
         shifted = (r + 1).relu()[:, :4]
-        return much(ragged(much(x), shifted))
+        return much(ragged(much(y), shifted))
 
     plan = planned(step)
     assert [names for _, names in told(plan)] == [("rows",), ("requests", "rows"), ("rows",)]
 
 
 def test_what_reads_a_written_cache_does_not_wait() -> None:
+    """Read in front of the write, used behind it."""
+
     def step(x: Tensor, r: Tensor, cache: Tensor) -> Tensor:
+        y = much(x)
         before = r @ cache[:4]
-        cache[:4].add_(1)
-        return much(much(x) + before.sum())
+        cache[torch.arange(x.shape[0])] = y
+        return much(much(y) + before.sum())
 
     plan = planned(step)
-    assert ("use of requests", ("requests",)) in told(plan)[:2]
-    assert any(piece.writes for piece in plan.pieces)
+    reads, writes = ([i for i, piece in enumerate(work(plan)) if found(piece)] for found in (
+        lambda piece: "requests" in plan.names_of(piece), lambda piece: piece.writes))  # fmt: skip
+    assert reads == [1, 3] and writes == [2]
+
+
+def test_a_view_waits_behind_what_it_views() -> None:
+    """Behind a region, the sum waits for ragged work, and its view, which has no size, for even work."""
+
+    def step(x: Tensor, r: Tensor, cache: Tensor) -> Tensor:
+        y = x.tanh()
+        total = r.sum(0)[None]
+        return much(much(y) + total)
+
+    plan = planned(step, seams=True)
+    assert [border for border, _ in told(plan)] == [
+        "region seam", "end of region seam", "use of requests", "end of use of requests"]  # fmt: skip
 
 
 def test_a_few_even_nodes_beside_ragged_ones_join_them() -> None:
@@ -166,17 +184,17 @@ def insert(gm: GraphModule, after: Node, op: Any, *args: Any) -> Node:
 def test_a_collective_and_its_wait_are_one_piece(apart: bool) -> None:
     """Between them, if apart, stand a region and work with other sizes."""
     gm = traced(lambda x, r, cache: much(ragged(much(x).tanh(), r)), seams=True)
-    relu = [node for node in gm.graph.nodes if node.target is aten.relu.default][FEW - 1]
+    sums = [node for node in gm.graph.nodes if node.target is aten.add.Tensor]
+    last = sums[FEW - 1]
     wait, begin = torch.ops._c10d_functional.wait_tensor.default, torch.ops._c10d_functional.all_reduce.default
-    reduced = insert(gm, relu, begin, "sum", "0")
+    reduced = insert(gm, last, begin, "sum", "0")
     waited = insert(gm, reduced, wait)
     if apart:
-        (softmax,) = (node for node in gm.graph.nodes if node.target is aten.amax.default)
+        product = next(node for node in gm.graph.nodes if node.target is aten.mm.default)
         (seam,) = (node for node in gm.graph.nodes if node.name.startswith("seam"))
-        waited.replace_all_uses_with(relu)  # the region no longer needs it
-        softmax.append(waited)
-        last = next(reversed([node for node in gm.graph.nodes if node.target is aten.relu.default]))
-        added = insert(gm, last, aten.add.Tensor, waited)
+        waited.replace_all_uses_with(last)  # the region no longer needs it
+        product.append(waited)
+        added = insert(gm, sums[-1], aten.add.Tensor, waited)
         assert list(gm.graph.nodes).index(seam) < list(gm.graph.nodes).index(waited) and added.args[1] is waited
     gm.graph.lint()
     plan = partition(gm, cut_at=["seam"], along="rows")
@@ -189,10 +207,11 @@ def test_a_collective_and_its_wait_are_one_piece(apart: bool) -> None:
 STEPS = st.lists(
     st.sampled_from(["much", "add", "ragged", "view", "keep", "write", "read", "wide", "seam", "sum of both"]),
     min_size=1,
-    max_size=9,
+    max_size=8,
 )
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(STEPS)
 def test_any_program(steps: list[str]) -> None:
     def program(x: Tensor, r: Tensor, cache: Tensor) -> Any:
@@ -210,7 +229,7 @@ def test_any_program(steps: list[str]) -> None:
                 case "keep":
                     kept += [y + 1, z]
                 case "write":
-                    cache[:1].copy_(y.sum(0)[None] + z.sum(0))
+                    cache[torch.arange(x.shape[0])] = y + z.sum(0)
                 case "read":
                     z = z + cache[0]
                 case "wide":
@@ -236,7 +255,8 @@ def test_any_program(steps: list[str]) -> None:
             assert plan.names_of(piece) in [(), ("rows",)]
 
 
-COMPUTE = (aten.add.Tensor, aten.relu.default, aten.mm.default, aten.exp.default, aten.sum.dim_IntList)
+COMPUTE = (aten.add.Tensor, aten.relu.default, aten.mm.default, aten.sum.dim_IntList)
+WRITES = ("aten.copy_.default", "aten.index_put_.default")
 
 
 def computes(node: Node) -> bool:
@@ -244,4 +264,4 @@ def computes(node: Node) -> bool:
 
 
 def writes(programs: Any) -> list[str]:
-    return [str(node.args[1]) for gm in programs for node in gm.graph.nodes if node.target is aten.copy_.default]
+    return [str(node.target) for gm in programs for node in gm.graph.nodes if str(node.target) in WRITES]
