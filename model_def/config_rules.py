@@ -6,6 +6,7 @@ says None where it cannot judge.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from v41.model_def.config import V41Config
 
 GROUP = 32  # channels under one scale of an fp8 or fp4 tensor
+LARGEST_TABLE = 1 << 32  # rows a table; nobody looks for primes beyond
 SUPPORTED = {  # fields of a released file that have one value here
     "num_key_value_heads": 1, "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu",
     "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True, "n_shared_experts": 1}
@@ -58,7 +60,7 @@ def is_unknown_storage(c: V41Config) -> str | None:
 
 
 def is_not_positive(c: V41Config) -> str | None:
-    return first(f"{name} is {getattr(c, name)}" for name in POSITIVE if not getattr(c, name) > 0)
+    return first(f"{name} is {getattr(c, name)}" for name in POSITIVE if not 0 < getattr(c, name) < math.inf)
 
 
 def has_too_few_ratios(c: V41Config) -> str | None:
@@ -148,8 +150,10 @@ def rotates_more_than_a_head(c: V41Config) -> str | None:
 def scales_less_than_nothing(c: V41Config) -> str | None:
     s = c.rope_scaling
     numbers = (s.factor, s.beta_fast, s.beta_slow, s.original_max_position_embeddings)
-    if not all(isinstance(number, int | float) for number in numbers):
+    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
         return str(s)
+    if not c.compress_rope_theta > 1:
+        return f"compress_rope_theta is {c.compress_rope_theta}, all pairs turn alike or slower ones faster"
     broken = s.factor < 1 or s.original_max_position_embeddings <= 0 or not s.beta_fast >= s.beta_slow > 0
     return str(s) if broken else None
 
@@ -181,6 +185,8 @@ def has_no_ngram(c: V41Config) -> str | None:
 def sizes_are_not_the_primes(c: V41Config) -> str | None:
     if counts_other_tables(c) or has_no_ngram(c) or min(c.engram_vocab_size, c.engram_n_heads) <= 0:
         return None
+    if c.engram_vocab_size > LARGEST_TABLE:
+        return f"engram_vocab_size is {c.engram_vocab_size}, beyond {LARGEST_TABLE}"
     tables = (c.engram_max_ngram_size - 1) * c.engram_n_heads
     sums = [sum(primes) for primes in table_primes(len(c.engram_layer_ids), tables, c.engram_vocab_size)]
     given = list(c.engram_num_embeddings)

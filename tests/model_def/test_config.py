@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,16 @@ def test_a_scaling_that_is_none_is_refused(scaling: Any, tmp_path: Path) -> None
 def test_a_preset_that_is_none_is_refused(name: Any) -> None:
     with pytest.raises(UnknownPreset, match="bench, flash, tiny"):
         V41Config.preset(name)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(rms_norm_eps=math.inf), dict(rope_theta=math.inf), dict(compress_rope_theta=1.0),
+    dict(rope_scaling=RopeScaling(factor=math.inf)), dict(rope_scaling=RopeScaling(factor=True)),
+    dict(engram_vocab_size=10**30),
+])  # fmt: skip
+def test_numbers_nobody_can_compute_with_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes)) if "rope_scaling" not in changes else "factor="):
+        V41Config.preset("tiny").replace(**changes)
 
 
 def test_numbers_that_are_none_are_refused() -> None:
