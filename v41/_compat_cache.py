@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -169,13 +170,17 @@ def loaded_inductor_code(stored: bytes, settings: dict[str, object]) -> Callable
     """What `stored_inductor_code` stored, under the `settings` of torch._inductor.config that it was compiled with."""
     from torch._guards import tracing
     from torch._inductor import config
-    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.codecache import FxGraphCache, write_atomic
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.utils import BoxedBool
 
     constants = CompiledFxGraphConstants()
     with tracing(None), config.patch(settings), _disable_current_modes():
-        graph, _ = FxGraphCache.cache_hit_post_compile(pickle.loads(stored), {}, constants)
+        code = pickle.loads(stored)
+        path = Path(code.write_to_disk())
+        if path.read_text() != code.source_code:  # torch takes what lies there as it is
+            write_atomic(str(path), code.source_code)
+        graph, _ = FxGraphCache.cache_hit_post_compile(code, {}, constants)
         if graph is None:
             raise OSError("Inductor could not write its code")
         how: Any = {"cudagraphs": BoxedBool(False), "is_backward": False, "boxed_forward_device_index": None}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -65,6 +65,7 @@ class ArtifactCache:
     says: str
     store: ArtifactStore | None = None
     key: Key | None = None
+    seconds: float = 0.0  # what the key took
 
     def load(self, report: CompileReport, inputs: Sequence[Any]) -> Program | None:
         """The entry, if there is one that fits, and the report filled from it. If not, `says` tells why."""
@@ -81,13 +82,13 @@ class ArtifactCache:
             return None
         for name, value in program.report.items():
             setattr(report, name, value)
-        report.plan, report.seconds = program.plan, {"cache": time.perf_counter() - start}
+        report.plan, report.seconds = program.plan, {"cache": self.seconds + time.perf_counter() - start}
         self.says = report.cache = f"hit {self.key.digest[:8]}: spared {program.seconds:.1f} s of compiling"
         return program
 
     def recorded(self) -> AbstractContextManager[Wrapper]:
         """Around AOTAutograd: keeps what `save` needs of it."""
-        return recorded()
+        return recorded() if self.store is not None else nullcontext(Wrapper())
 
     def save(
         self,
@@ -131,12 +132,13 @@ def open_cache(
     )  # fmt: skip
     if refusal is not None:
         return ArtifactCache(f"off: {refusal}")
+    start = time.perf_counter()
     try:
         asked = {name: value for name, value in asdict(options).items() if name not in AT_RUN_TIME}
         key = key_of(gm, options=asked, passes=passes, device=where)
     except NotStorable as error:
         return ArtifactCache(f"off: {error}")
-    return ArtifactCache("miss", cast(ArtifactStore, store), key)
+    return ArtifactCache("miss", cast(ArtifactStore, store), key, time.perf_counter() - start)
 
 
 def passing_trouble(report: CompileReport) -> str | None:
