@@ -12,7 +12,7 @@ VOCABULARY = 256
 
 
 def encode(text: str) -> list[int]:
-    return list(text.encode())
+    return list(text.encode(errors="surrogateescape"))  # an argument's bytes, though they be no UTF-8
 
 
 def decode(ids: Iterable[int]) -> str:

@@ -23,3 +23,7 @@ def test_any_tokens_can_be_shown(ids: list[int]) -> None:
 def test_the_packaged_prompts_are_ragged_text() -> None:
     lengths = [len(encode(prompt)) for prompt in packaged_prompts()]
     assert len(lengths) >= 4 and min(lengths) > 0 and max(lengths) > 10 * min(lengths)
+
+
+def test_an_argument_that_is_no_utf8_keeps_its_bytes() -> None:
+    assert encode(b"a\xff".decode(errors="surrogateescape")) == [97, 255]

@@ -82,7 +82,7 @@ def test_what_is_refused_is_explained(arguments: list[str], found: str, capsys: 
 def test_a_codegen_without_a_device_is_refused_before_there_is_a_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_model(*given: object) -> None:
+    def no_model(*given: object, **named: object) -> None:
         raise AssertionError("a model was built")
 
     monkeypatch.setattr("v41.tools.generate_command.build_model", no_model)
