@@ -147,8 +147,11 @@ class Drafts:
         """The drafts, when all nodes are in."""
         if self._waiting:
             ragged = any(self._kind(node) is not Kind.EVEN for node in self._waiting)
-            self._begin(Kind.RAGGED if ragged else Kind.EVEN, next(iter(self._waiting)))
-        return self._without_crumbs()
+            self._begin(Kind.RAGGED if ragged else Kind.EVEN)
+        before = None
+        for draft in (drafts := self._without_crumbs()):
+            draft.border = before = self._border(draft, before)
+        return drafts
 
     def _kind(self, node: Node) -> Kind:
         if node not in self._kinds:
@@ -170,28 +173,15 @@ class Drafts:
         """Makes the last draft one in which `node` may stand, after what it reads."""
         needed = self._waiting_for(node)
         if kind is not Kind.RAGGED and any(self._kind(each) is not Kind.EVEN for each in needed):
-            self._begin(Kind.RAGGED, next(each for each in needed if self._kind(each) is not Kind.EVEN))
+            self._begin(Kind.RAGGED)
         elif needed and kind in (Kind.REGION, Kind.HOST):
-            self._begin(Kind.EVEN, node)
+            self._begin(Kind.EVEN)
         if not self.drafts or self.drafts[-1].kind is not kind:
-            self._begin(kind, node)
+            self._begin(kind)
 
-    def _begin(self, kind: Kind, node: Node) -> None:
+    def _begin(self, kind: Kind) -> None:
         """A new draft, which takes in those that waited for one of its kind."""
-        before = self.drafts[-1].border if self.drafts else None
-        match kind:
-            case Kind.REGION:
-                border = f"region {region_of(node).kind}"
-            case Kind.HOST:
-                border = f"not capturable: {self.judge.obstacle(node)}"
-            case Kind.RAGGED:
-                others = ", ".join(self.judge.others(node))
-                border = f"use of {others}" if others else CHECKS
-            case Kind.EVEN if before is None:
-                border = "start of the graph"
-            case Kind.EVEN:
-                border = f"end of {str(before).partition(':')[0]}"
-        draft = Draft(border, kind, [])
+        draft = Draft("", kind, [])
         self.drafts.append(draft)
         if kind is Kind.RAGGED:
             draft.own += self._take(list(self._waiting))
@@ -228,12 +218,20 @@ class Drafts:
             else draft.kind
             for before, draft, after in around
         ]
-        merged = []
-        for kind, run in groupby(zip(self.drafts, kinds, strict=True), key=itemgetter(1)):
-            drafts = [draft for draft, _ in run]
-            border = next(draft.border for draft in drafts if draft.kind is kind)
-            merged.append(Draft(border, kind, [node for draft in drafts for node in draft.own]))
-        return merged
+        runs = groupby(zip(self.drafts, kinds, strict=True), key=itemgetter(1))
+        return [Draft("", kind, [node for draft, _ in run for node in draft.own]) for kind, run in runs]
+
+    def _border(self, draft: Draft, before: str | None) -> str:
+        """Why `draft` begins, `before` being why the one in front of it did."""
+        match draft.kind:
+            case Kind.REGION:
+                return f"region {next(region_of(node).kind for node in draft.own if is_region(node))}"
+            case Kind.HOST:
+                return f"not capturable: {next(filter(None, map(self.judge.obstacle, draft.own)))}"
+            case Kind.RAGGED:
+                names = ", ".join({name: None for node in draft.own for name in self.judge.others(node)})
+                return f"use of {names}" if names else CHECKS
+        return f"end of {before.partition(':')[0]}" if before else "start of the graph"
 
     def _work(self, node: Node) -> int:
         """How many nodes compute when `node` does."""
