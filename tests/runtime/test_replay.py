@@ -159,6 +159,12 @@ def test_what_reads_an_input_that_cannot_be_copied_is_loose() -> None:
     assert found == [(True, ["project"]), (False, ["store", "attend"]), (True, ["add", "scale"])]
 
 
+def test_what_writes_a_value_that_a_capture_would_copy_is_loose() -> None:
+    add = replace(PLAN.pieces[3], writes=("s",))
+    found = [(s.captured, [p.name for p in s.pieces]) for s in segments(replace(PLAN, pieces=(*PLAN.pieces[:3], add)))]
+    assert found == [(True, ["project", "store"]), (False, ["attend", "add"])]
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a step's results are no copies": lambda patch: patch.setattr(replay, "copies", tuple),
     "a chain's results are no copies": lambda patch: patch.setattr(chain, "copies", tuple),
