@@ -71,7 +71,7 @@ def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
     """Everything but the printing."""
     device = checked_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     effective_codegen(Options(codegen=arguments.codegen), torch.device(device))  # refuses what would fail later
-    source = arguments.checkpoint or f"preset {preset(arguments)}"
+    source = arguments.checkpoint if arguments.checkpoint is not None else f"preset {preset(arguments)}"
     model = build_model(arguments, seed=0, device=device)
     config = model.config
     prompts = [encode(text) for text in arguments.prompt or packaged_prompts()]
@@ -106,7 +106,7 @@ def checked_device(device: str) -> str:
 
 def build_model(arguments: Namespace, seed: int, device: str) -> V41ForCausalLM:
     """The plain model, its weights from the checkpoint, or random ones that only `seed` decides."""
-    if arguments.checkpoint:
+    if arguments.checkpoint is not None:
         return V41ForCausalLM.from_checkpoint(arguments.checkpoint, device)
     return V41ForCausalLM.random(V41Config.preset(preset(arguments)), seed, device)
 

@@ -66,7 +66,7 @@ def test_json_is_all_that_stdout_has(compiled_as, capsys: pytest.CaptureFixture[
     ("arguments", "found"),
     [(["--preset", "huge"], "huge"), (["--codegen", "none"], "codegen"),
      (["--device", "abacus"], "abacus"), (["--device", "meta"], "meta"),
-     (["--preset", ""], "''"),
+     (["--preset", ""], "''"), (["--checkpoint", ""], "no such file"),
      (["--tokens", "0"], "--tokens"), (["--preset", "tiny", "--checkpoint", "x"], "not allowed")],
 )  # fmt: skip
 def test_what_is_refused_is_explained(arguments: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:
