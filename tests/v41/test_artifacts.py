@@ -436,11 +436,18 @@ def test_a_generated_piece_comes_back_with_its_text_and_its_check() -> None:
 
 
 @pytest.mark.slow
-def test_pieces_of_inductor_come_back_with_their_bits() -> None:
+def test_pieces_of_inductor_come_back_with_their_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though somebody wrote over the files in which Inductor keeps its code: the entry has it too."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     sizes = (3, 0, 7)
-    (cold, first), (warm, second) = again(sizes, "inductor"), again(sizes, "inductor")
+    cold, first = again(sizes, "inductor")
+    files = list((tmp_path / "inductor").glob("*/*.py"))
+    for path in files:
+        path.write_text("raise RuntimeError('damaged')")
+    warm, second = again(sizes, "inductor")
     assert cold.cache.endswith("; stored") and warm.cache.startswith("hit ")
     assert plain(first) == plain(second) == expected(sizes)
+    assert sum("damaged" not in path.read_text() for path in files) == warm.artifacts > 0
 
 
 @pytest.mark.slow
