@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from v41._compat import addresses_of, same_addresses
+from v41._compat import addresses_of, copy_each, same_addresses
 from v41.runtime.capture import Graph
 from v41.runtime.executor import Run, flat_function
 from v41.runtime.segments import Segment
@@ -99,7 +98,7 @@ class SegmentRun:
         if self.graph is None:
             return self.function(list(args))
         if self.borders:
-            torch._foreach_copy_(list(self.graph.buffers), [args[i] for i in self.borders])
+            copy_each(self.graph.buffers, [args[i] for i in self.borders])
         self.graph.replay()
         return self.graph.results if results is None else results
 

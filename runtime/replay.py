@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from v41._compat import addresses_of, same_addresses
+from v41._compat import addresses_of, copy_each, same_addresses
 from v41.plan import Plan
 from v41.report import Captures
 from v41.runtime.capture import Graph, Graphs
@@ -185,7 +184,7 @@ class Whole:
         """Runs the graph on these values of the inputs that are copied."""
         assert self.graph is not None
         if self.views:
-            torch._foreach_copy_(self.views, moving)
+            copy_each(self.views, moving)
         self.graph.replay()
         self.owner.log.replays += 1
         return copies(self.graph.results)

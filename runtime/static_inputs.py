@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from v41._compat import copy_each
 from v41.plan import Plan
 
 
@@ -72,7 +73,7 @@ def with_copies(inputs: Sequence[Any], places: Sequence[int], views: Sequence[Te
     """`inputs` with those at `places` copied into `views`, and the views in their stead."""
     static = list(inputs)
     if views:
-        torch._foreach_copy_(list(views), [inputs[i] for i in places])
+        copy_each(views, [inputs[i] for i in places])
     for place, view in zip(places, views, strict=True):
         static[place] = view
     return static

@@ -15,6 +15,7 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -282,6 +283,11 @@ def content_of(constant: Tensor) -> bytes | None:
 def memory_of(value: Tensor) -> object:
     """Equal for tensors that share memory, fake ones too."""
     return value.untyped_storage()._cdata
+
+
+def copy_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Each of `values` into its place in `into`: one launch a dtype instead of one a tensor."""
+    torch._foreach_copy_(list(into), list(values))
 
 
 def addresses_of(values: Sequence[Any], places: Sequence[int]) -> list[int | None]:

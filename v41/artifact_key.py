@@ -40,7 +40,7 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import GraphModule, Node
 
-from v41._compat import HigherOrderOperator, OpOverload, input_name, memory_of
+from v41._compat import HigherOrderOperator, OpOverload, OpOverloadPacket, input_name, memory_of
 from v41._compat_cache import NotStorable, code_hash, config_hashes, modes, operator_facts, size_facts
 from v41.passes.structure import Symbols
 from v41.regions import invoke_subgraph
@@ -200,7 +200,7 @@ class _Graph:
         return f"{name} {type(value).__name__} {self.symbols.spec(value)} {facts}"
 
     def target(self, target: Any) -> str:
-        if isinstance(target, torch._ops.OpOverloadPacket):
+        if isinstance(target, OpOverloadPacket):
             return ",".join(self.target(getattr(target, name)) for name in sorted(target.overloads()))
         if isinstance(target, OpOverload):
             if target.namespace not in SHIPPED:
