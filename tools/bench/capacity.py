@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def measure(codegen: str, capacity: int = CAPACITY) -> dict[int, dict[str, float
     torch.compiler.reset()
     config = first_layers(V41Config.preset("tiny"), 4)
     model = V41ForCausalLM.random(config, 0, "cuda")
-    options = {"codegen": codegen, "capture": "off"}  # a graph's memory is its own, and no step's
+    options: dict[str, Any] = {"codegen": codegen, "capture": "off"}  # a graph's memory is its own, and no step's
     compiled = torch.compile(model, backend="v41", fullgraph=True, options=options)
     with collect() as reports:
         steps = {fold: prepared(compiled, config, fold * capacity) for fold in FOLDS}
