@@ -28,9 +28,15 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Shift:
+    by: int
+
+
+@dataclass(frozen=True)
 class State:
     slots: int
     sums: tuple[Tensor, ...]
+    shift: Shift = Shift(0)  # no tensor: known by the state that holds it alone
 
 
 class Model(nn.Module):
@@ -44,7 +50,7 @@ class Model(nn.Module):
         for extra in rows.more.values():
             h = h + extra.unsqueeze(-1)
         state.sums[0].add_(h.sum())
-        return h + state.sums[0] + state.slots
+        return h + state.sums[0] + state.slots + state.shift.by
 
 
 def rows(n: int, scale: int = 3, dtype: torch.dtype = torch.float32, extras: int = 1) -> Rows:
@@ -125,6 +131,9 @@ CHANGES: dict[str, Callable[[Calls], Any]] = {
     "training": lambda calls: calls.model.train(),
     "another state": lambda calls: [
         calls.states.__setitem__(i, State(7, (torch.full((), 9.0),))) for i in range(2)
+    ],
+    "another state of the same tensors": lambda calls: [
+        calls.states.__setitem__(i, replace(state, shift=Shift(5))) for i, state in enumerate(calls.states)
     ],
     "a capture by the caller": lambda calls: setattr(calls.graphs[0], "around", True),
     "forget": lambda calls: calls.step.forget(),
