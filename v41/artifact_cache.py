@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from torch import device
@@ -22,7 +22,6 @@ from torch.fx import GraphModule
 from v41._compat_cache import NotStorable, Wrapper, guards_hold, recorded, torch_caches_are_off, wrapped
 from v41.artifact_key import SOURCES, Key, key_of, sources
 from v41.artifact_store import ArtifactStore, Miss, open_store
-from v41.errors import BodyNotKept
 from v41.options import Options
 from v41.plan import Plan
 from v41.report import CompileReport, programs_wanted
@@ -32,15 +31,6 @@ Artifact = Callable[..., tuple[Any, ...]]
 KEPT = ("options", "passes", "pieces", "artifacts", "kernels", "fallbacks")  # of the report
 AT_RUN_TIME = ("capture", "buckets")  # options that change nothing of what is compiled
 PASSING = ("Inductor raised", "compiles nothing here")  # troubles that the next process may not have
-
-
-class NotKept:
-    """Stands for the ATen graph of a piece that came from the cache."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise BodyNotKept("Piece.body")
 
 
 @dataclass(frozen=True)
@@ -104,10 +94,9 @@ class ArtifactCache:
         refusal = passing_trouble(report) or sources_changed()
         if refusal is None:
             try:
-                bodiless = [replace(piece, body=cast(GraphModule, NotKept())) for piece in plan.pieces]
                 program = Program(
                     wrapper.stored(inputs),
-                    replace(plan, pieces=tuple(bodiless)),
+                    plan.without_bodies(),
                     dict(artifacts),
                     {name: getattr(report, name) for name in KEPT},
                     sum(report.seconds.values()),

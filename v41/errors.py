@@ -72,8 +72,8 @@ class KernelDoesNotCompile(V41Error):
 class BodyNotKept(V41Error):
     """No facts."""
 
-    found = "the ATen graph of a piece that came from the cache was asked for, and is not kept there"
-    fix = 'compile with options={{"cache": False}}'
+    found = "the ATen graph of a piece that came from the cache, or from text, was asked for, and is not kept there"
+    fix = 'take the plan of a compilation with options={{"cache": False}}'
 
 
 class BenchNeedsGPU(V41Error):

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
-from v41.errors import PlanUnreadable
+from v41.errors import BodyNotKept, PlanUnreadable
 
 SHORT = {
     "torch.float32": "f32",
@@ -42,6 +42,15 @@ def spec(value: object) -> str:
     dtype = str(value.dtype)
     short = SHORT.get(dtype, dtype.removeprefix("torch.").replace("bfloat", "bf").replace("float", "f"))
     return f"{short}[{', '.join(map(str, value.shape))}]"
+
+
+class NotKept:
+    """Stands for the body of a piece that came from a cache or from text."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise BodyNotKept("Piece.body")
 
 
 @dataclass(frozen=True)
@@ -120,18 +129,22 @@ class Plan:
         """What the sizes of `piece` are called, each once."""
         return tuple(dict.fromkeys(self.sizes.get(symbol, symbol) for symbol in piece.sizes))
 
+    def without_bodies(self) -> Plan:
+        """The plan as data alone: no ATen graph, no fake tensor."""
+        return replace(self, pieces=tuple(replace(piece, body=_no_body()) for piece in self.pieces))
+
     def to_json(self) -> str:
         """The plan without its bodies, stable from run to run."""
         return json.dumps(_facts(self), default=_facts, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """What `to_json` wrote, each piece with an empty body. PlanUnreadable where that is something else."""
+        """What `to_json` wrote, without bodies. PlanUnreadable where that is something else."""
         try:
             facts = json.loads(text)
             return cls(
                 **_tuples(facts, but=("pieces", "buckets", "buffers", "events")),
-                pieces=tuple(Piece(**_tuples(piece), body=GraphModule({}, Graph())) for piece in facts["pieces"]),
+                pieces=tuple(Piece(**_tuples(piece), body=_no_body()) for piece in facts["pieces"]),
                 buckets={name: tuple(rungs) for name, rungs in facts["buckets"].items()},
                 buffers={name: Buffer(**_tuples(buffer)) for name, buffer in facts["buffers"].items()},
                 events=tuple(Event(**event) for event in facts["events"]),
@@ -164,6 +177,10 @@ class Plan:
             piece.border,
             piece.source,
         )
+
+
+def _no_body() -> GraphModule:
+    return cast(GraphModule, NotKept())
 
 
 def _facts(thing: object) -> dict[str, object]:

@@ -80,8 +80,8 @@ class PlanFacts:
         return {name: (at, self.uses[self.memory[name]][-1][0]) for name, at in self.makings}
 
     def bodies(self) -> Iterator[tuple[int, Piece]]:
-        """Pieces with their positions; not those of a plan that was read from a file, which have no body."""
-        yield from ((at, piece) for at, piece in enumerate(self.plan.pieces) if len(piece.body.graph.nodes))
+        """Pieces that have a body, with their positions."""
+        yield from ((at, piece) for at, piece in enumerate(self.plan.pieces) if isinstance(piece.body, GraphModule))
 
     def name(self, at: int) -> str:
         return START if at == START_AT else END if at == self.end else self.plan.pieces[at].name

@@ -16,6 +16,7 @@ from tests.strategies.plans import plan as written
 from tests.strategies.tracing import trace
 from v41.errors import PlanUnreadable
 from v41.passes.analysis.rounding import bytes_of_one_more, rounding_up
+from v41.passes.check_plan import check_plan
 from v41.passes.partition import partition
 from v41.plan import Buffer, Plan
 
@@ -84,7 +85,8 @@ def test_sizes_without_a_mark_are_called_by_the_first_input_that_has_them() -> N
 def test_a_plan_comes_back_from_json() -> None:
     plan = replace(plan_of_step(), buckets={"rows": (1, 8)}, whole={"rows": 8})
     again = Plan.from_json(plan.to_json())
-    assert again == plan and again.to_json() == plan.to_json() and str(again) == str(plan)
+    check_plan(again)
+    assert again == plan == plan.without_bodies() and again.to_json() == plan.to_json() and str(again) == str(plan)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pieces": [{"name": "a"}], "buckets": {}}', "null"])

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from hypothesis import strategies as st
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from v41.passes.analysis.plan_facts import PlanFacts
-from v41.plan import END, START, Buffer, Event, Piece, Plan
+from v41.plan import END, START, Buffer, Event, NotKept, Piece, Plan
 
 
 def piece(text: str) -> Piece:
@@ -32,7 +33,7 @@ def piece(text: str) -> Piece:
         key=name,
         source=f"model.py:{name}",
         nodes=1,
-        body=GraphModule({}, Graph()),
+        body=cast(GraphModule, NotKept()),
         stream=int(stream or 0),
     )
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from tests.strategies.configs import configs
 from tests.tools.perturbed import Build, plain, with_a_reader, with_numbers, with_two_collapses
 from v41.model_def.config import PRESETS, V41Config
+from v41.plan import Plan
 from v41.tools.cli import main
 from v41.tools.inspect import capture, first_layers, role
 from v41.tools.inspect_changes import changes
@@ -116,6 +117,10 @@ def test_the_command_shows_every_layer(capsys: pytest.CaptureFixture[str]) -> No
     kinds = [[region["kind"] for region in view["regions"]] for view in told["layers"][1:]]
     assert kinds[0].count("mhc_boundary") == kinds[1].count("mhc_boundary") == kinds[2].count("mhc_boundary") == 2
     assert told["seconds"]["total"] > 0 and told["peak_mib"] > 0
+    plan = Plan.from_json(json.dumps(told["plan"]))
+    uses = [plan.names_of(piece) for piece in plan.pieces if piece.border.startswith("use of")]
+    assert [len(names) > 1 for names in uses] == [True, True] and "logits" in uses[1]  # one index source, the head
+    assert [piece.uncapturable for piece in plan.pieces if piece.uncapturable] == []
 
 
 @given(configs())
