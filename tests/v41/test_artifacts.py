@@ -268,10 +268,18 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_entry_is_a_miss_with_a_warning_and_is_written_anew(store: ArtifactStore, how: str) -> None:
+def test_a_damaged_entry_is_a_miss_with_a_warning(tmp_path: Path, how: str) -> None:
+    path = written(tmp_path, {"a": 1.5})
+    DAMAGE[how](path)
+    with pytest.warns(ArtifactCacheWarning, match=path.name):
+        found = ArtifactStore(tmp_path).get(ANY)
+    assert isinstance(found, Miss) and path.name in found.why
+
+
+def test_a_damaged_entry_is_written_anew(store: ArtifactStore) -> None:
     again()
     path = entry(store)
-    DAMAGE[how](path)
+    flip(path)
     with pytest.warns(ArtifactCacheWarning, match=path.name):
         report, results = again()
     assert report.cache.startswith("miss: ") and report.cache.endswith("; stored")
