@@ -3,7 +3,7 @@
     us          a step, CUDA events around each of many steps in a row, median
     idle_us     the same from an idle device, so with the host's time before the first kernel
     host_us     until the call returns, on an idle device
-    origin      kernels of one step and their µs: generated, inductor, library
+    origin      kernels of one step and their µs: generated, inductor, library; beside it the costliest kernels by name
     floor_us    bytes of the weights that the step reads / the copy rate; above_us is what lies above it
     bytes       the most a step allocates
     replay_us   v41: the graph alone; guarded_*: the same step behind Dynamo's guards
@@ -65,7 +65,7 @@ def bench_command(arguments: Namespace) -> int:
 
     def save() -> Path:
         result["seconds"] = round(time.perf_counter() - started, 1)
-        result["ratios"] = ratios(result["records"])
+        result["ratios"], result["memory"] = ratios(result["records"]), memory(result)
         return timing.save(result, arguments.out)
 
     truth = references(model, cases, result)
@@ -147,7 +147,9 @@ def measure(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: boo
         return found
     found |= times(step)
     found["bytes"] = min(cost(step)[1] for _ in range(3))
-    found["origin"] = timing.launches(step, one.kernels() or "no kernel")
+    launched = timing.kernels(step)
+    found["origin"] = timing.by_origin(launched, one.kernels())
+    found["costliest"] = timing.costliest(launched)
     for name, part in one.alone().items():
         found |= {f"{name}_{unit}": value for unit, value in times(part).items()}
     return found
@@ -167,8 +169,8 @@ def times(step: Callable[[], object]) -> dict[str, float]:
     for _ in range(count):
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began = time.perf_counter_ns()
         start.record()
+        began = time.perf_counter_ns()
         step()
         host.append((time.perf_counter_ns() - began) / 1000)
         end.record()
@@ -202,10 +204,16 @@ def ratios(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
         modes = [other["us"] - other["floor_us"] for name, other in others.items() if name in INDUCTOR]
         if modes:
             each["above the floor, over the best mode"] = round((ours["us"] - ours["floor_us"]) / min(modes), 3)
-        if "replay_us" in ours and "v41-uncaptured" in others:
-            each["bytes of a step, over uncaptured"] = round(ours["bytes"] / others["v41-uncaptured"]["bytes"], 3)
         found[ours["case"]] = each
     return found
+
+
+def memory(result: Record) -> dict[str, int]:
+    """Bytes of all graphs of v41 together, and of the largest step uncaptured: they should be nearly the same."""
+    compiles = result["contenders"].get("v41", {}).get("compiles", [])
+    pools = [found["captures"]["pool_bytes"] for found in compiles if found["captures"]]
+    steps = [r["bytes"] for r in result["records"] if r["contender"] == "v41-uncaptured" and "bytes" in r]
+    return {"graphs": sum(pools), "largest step uncaptured": max(steps, default=0)}
 
 
 def line(record: Record) -> str:

@@ -1,10 +1,11 @@
 """cases of `bench program`: the model, what its cache holds, the batch of each step, and the bytes no step can spare.
 
-    decode 16        16 requests, each with a context of 4096 tokens, read one token more
+    decode 16        16 requests, each with a context of about 4096 tokens, read one token more
     prefill 8192     one request's first 8192 tokens, in one step
 
-The context is read once, by eager, and copied into every slot; last tokens differ, so rows pick differently. Each
-step writes the same when it runs again: the contenders share one cache.
+The context is read once, by eager, and copied into every slot; last tokens differ, so rows pick differently. A step
+reads nothing that it wrote when it ran before, so the contenders share one cache. Hence decode rows stand at even
+positions: an odd one would end a group of two, and the step before has left its own token as the group's first.
 """
 
 from __future__ import annotations
@@ -57,18 +58,20 @@ def cut(config: V41Config) -> V41Config:
 
 @torch.no_grad()
 def prepare(model: V41ForCausalLM, decode: Sequence[int], prefill: Sequence[int], context: int) -> list[Case]:
-    """The cases, the largest first, on one cache that holds what they read. `context` tokens, the last one read now."""
+    """The cases, the largest first, on one cache that holds what they read. `context` tokens at most, the last one read
+    by the step."""
     device, config = model.head.weight.device, model.config
     slots = max([1, *decode])
     cache = Cache.zeros(config, slots + 1, max([context, *prefill]), device)
     ids = token_ids(config, max([context, *prefill]) + slots)
-    shared, last = ids[: context - 1], ids[-slots:]
+    start = (context - 1) // 2 * 2
+    shared, last = ids[:start], ids[-slots:]
     model(build_batch(config, cache, [Chunk(shared, 0, 0)]), cache)
     for records in tensors_of(cache):
         records[1:slots] = records[:1]
     cases = []
     for rows in sorted(decode, reverse=True):
-        chunks = [Chunk([*shared, last[slot]], context - 1, slot) for slot in range(rows)]
+        chunks = [Chunk([*shared, last[slot]], start, slot) for slot in range(rows)]
         cases.append(case("decode", rows, chunks, config, cache))
     for rows in sorted(prefill, reverse=True):
         cases.append(case("prefill", rows, [Chunk(ids[:rows], 0, slots)], config, cache))

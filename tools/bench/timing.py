@@ -21,6 +21,7 @@ import torch
 L2_BYTES = 60 << 20
 RESULTS = Path(__file__).parent / "results"
 REPLAYS = 40
+Kernel = tuple[str, float]  # name, µs
 
 
 def sets_needed(bytes_a_call: int) -> int:
@@ -54,26 +55,43 @@ def microseconds(call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], ca
 
 def launches(call: Callable[[], Any], generated: str | tuple[str, ...]) -> dict[str, dict[str, float]]:
     """Kernels and their µs in one call, by origin: generated (their names begin so, or so), inductor, library."""
+    return by_origin(kernels(call), generated)
+
+
+def kernels(call: Callable[[], Any]) -> list[Kernel]:
+    """Each kernel that one call launches, those of a graph too."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [
+        (event.name, event.self_device_time_total)
+        for event in on_device
+        if event.name != "Command Buffer Full" and not event.is_user_annotation
+    ]
+
+
+def by_origin(launched: Sequence[Kernel], generated: str | tuple[str, ...]) -> dict[str, dict[str, float]]:
     split: dict[str, dict[str, float]] = defaultdict(lambda: {"launches": 0, "us": 0.0})
-    for event in profile.events():
-        on_device = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-        if on_device and event.name != "Command Buffer Full":
-            known = (
-                "generated"
-                if event.name.startswith(generated)
-                else "inductor"
-                if event.name.startswith("triton_")
-                else "library"
-            )
-            split[known]["launches"] += 1
-            split[known]["us"] += event.self_device_time_total
+    for name, us in launched:
+        known = (
+            "generated" if name.startswith(generated) else "inductor" if name.startswith("triton_") else "library"
+        )
+        split[known]["launches"] += 1
+        split[known]["us"] += us
     return dict(split)
+
+
+def costliest(launched: Sequence[Kernel], count: int = 12) -> list[tuple[str, int, float]]:
+    """Name, launches and µs together of the kernels that cost most."""
+    named: dict[str, list[float]] = defaultdict(list)
+    for name, us in launched:
+        named[name].append(us)
+    totals = [(name, len(each), round(sum(each), 1)) for name, each in named.items()]
+    return sorted(totals, key=lambda total: -total[2])[:count]
 
 
 def provenance() -> dict[str, Any]:

@@ -1,0 +1,189 @@
+"""`v41 bench program`: one layer of each kind is left of a cut, weights are counted that a step reads, steps may run
+again, Inductor gets a model without regions, and what fails is a record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from v41.model_def import attention, mhc, moe
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
+from v41.tools.bench import program, timing
+from v41.tools.bench.contenders import INDUCTOR, MARK, NAMES, without_regions
+from v41.tools.bench.program import in_turn, memory, ratios
+from v41.tools.bench.program_cases import Case, cut, floor_us, prepare, weight_bytes
+from v41.tools.cli import main
+
+CONFIG = cut(V41Config.preset("tiny"))
+COMMAND = ["bench", "program", "--preset", "tiny", "--cut", "--device", "cpu", "--context", "12", "--prefill"]
+
+
+@pytest.fixture(scope="module")
+def model() -> V41ForCausalLM:
+    return V41ForCausalLM.random(CONFIG, 0).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def cases(model: V41ForCausalLM) -> list[Case]:
+    return prepare(model, [1, 3], [20], context=40)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "bench", "flash"])
+def test_a_cut_keeps_the_widths_and_one_layer_of_each_kind(preset: str) -> None:
+    whole = V41Config.preset(preset)
+    one = cut(whole)
+    kinds = [(r.ratio, r.owns_compressor, r.owns_indexer, r.makes_candidates, r.candidate_source) for r in one.roles]
+    assert kinds == [
+        (0, False, False, False, None),
+        (2, True, True, False, None),
+        (1, True, True, True, None),
+        (1, False, True, False, 2),
+    ]
+    assert [r.engram for r in one.roles] == [False, True, False, False]
+    assert (one.hidden_size, one.n_routed_experts, one.vocab_size) == (
+        whole.hidden_size, whole.n_routed_experts, whole.vocab_size,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def test_a_step_may_run_again_and_its_rows_differ(model: V41ForCausalLM, cases: list[Case]) -> None:
+    assert [case.name for case in cases] == ["decode 3", "decode 1", "prefill 20"]
+    first = [model(case.plain, case.cache) for case in cases]
+    again = [model(case.plain, case.cache) for case in cases]
+    assert all(map(torch.equal, first, again))
+    torch.testing.assert_close(first[0][:1], first[1], atol=0.01, rtol=0)  # the same token behind the same context
+    assert not torch.allclose(first[0][0], first[0][1], atol=0.1)
+    assert (cases[0].batch.positions[:3] == 38).all() and cases[0].batch.host.rows == 4, "in a bucket"
+
+
+def test_every_slot_holds_the_context(cases: list[Case]) -> None:
+    cache = cases[0].cache
+    for records in (*cache.entries.values(), *cache.index_keys.values()):
+        before = records[:, : 38 // 2]
+        assert before[0].any() and torch.equal(before[0], before[2])
+
+
+def test_only_the_batch_in_buckets_is_marked(cases: list[Case]) -> None:
+    def marked(tensor: torch.Tensor) -> bool:
+        return hasattr(tensor, "_dynamo_unbacked_indices")
+
+    for case in cases:
+        assert marked(case.batch.tokens) and all(map(marked, case.batch.blocks.values()))
+        assert not marked(case.plain.tokens) and not any(map(marked, case.plain.blocks.values()))
+        assert case.plain.host.chunks == case.batch.host.chunks and case.plain.host.rows == case.rows
+
+
+def test_weights_that_a_step_reads(model: V41ForCausalLM, cases: list[Case]) -> None:
+    """One row reads k experts a layer, one embedding and a row of each table; more rows more, and never all twice."""
+
+    def size(*parameters: torch.Tensor) -> int:
+        return sum(p.numel() * p.element_size() for p in parameters)
+
+    expected = size(*model.parameters()) - size(model.embed.weight[1:])
+    for layer in model.layers:
+        stacks = list(layer.ffn.experts.parameters())
+        expected -= sum(size(stack[CONFIG.num_experts_per_tok :]) for stack in stacks)
+        if layer.engram is not None:
+            tables = list(layer.engram.embed.parameters())
+            looked_up = (CONFIG.engram_max_ngram_size - 1) * CONFIG.engram_n_heads
+            expected -= sum(size(table[looked_up:]) for table in tables)
+    three, one, prefill = (weight_bytes(model, case) for case in cases)
+    assert one == expected < three <= prefill < size(*model.parameters())
+    assert floor_us(4_200_000) == 1.0
+
+
+@torch.no_grad()
+def test_inside_there_is_no_region_and_outside_there_is(model: V41ForCausalLM, cases: list[Case]) -> None:
+    expected = model(cases[1].plain, cases[1].cache)
+
+    def marks() -> list[bool]:
+        return [hasattr(f, MARK) for f in (mhc.predict, moe.MoE.forward, attention.Attention.enter)]
+
+    assert all(marks())
+    with pytest.raises(ZeroDivisionError), without_regions(attention, mhc, moe):
+        assert not any(marks())
+        assert torch.equal(model(cases[1].plain, cases[1].cache), expected)
+        raise ZeroDivisionError
+    assert all(marks())
+
+
+def test_what_inductor_does_best_comes_first(cases: list[Case]) -> None:
+    order = [(name, case.kind) for name, case in in_turn(["compile", "reduce-overhead", "v41"], [cases[1], cases[2]])]
+    assert order == [
+        ("v41", "decode"), ("v41", "prefill"), ("compile", "prefill"), ("reduce-overhead", "decode"),
+        ("compile", "decode"), ("reduce-overhead", "prefill"),
+    ]  # fmt: skip
+    assert {*INDUCTOR} < {*NAMES}
+
+
+def test_ratios_and_memory() -> None:
+    def record(contender: str, us: float | None, **more: Any) -> dict[str, Any]:
+        measured = {"error": "it failed"} if us is None else {"us": us}
+        return {"contender": contender, "case": "decode 1", "floor_us": 10.0, **measured, **more}
+
+    records = [
+        record("v41", 20.0), record("eager", 100.0), record("compile", 50.0), record("reduce-overhead", 30.0),
+        record("max-autotune", None), record("v41-uncaptured", 40.0, bytes=5),
+    ]  # fmt: skip
+    assert ratios(records) == {"decode 1": {
+        "over eager": 0.2, "over compile": 0.4, "over reduce-overhead": 0.667, "over v41-uncaptured": 0.5,
+        "above the floor, over the best mode": 0.5,
+    }}  # fmt: skip
+    contenders = {"v41": {"compiles": [{"captures": {"pool_bytes": 7}}, {"captures": None}]}}
+    assert memory({"records": records, "contenders": contenders}) == {"graphs": 7, "largest step uncaptured": 5}
+
+
+def test_kernels_by_origin_and_the_costliest() -> None:
+    launched = [("mhc_boundary_1f", 2.0), ("triton_poi_fused_0", 1.0), ("gemm", 3.0), ("triton_poi_fused_0", 4.0)]
+    assert timing.by_origin(launched, ("mhc_boundary_1f", "mhc_exit")) == {
+        "generated": {"launches": 1, "us": 2.0},
+        "inductor": {"launches": 2, "us": 5.0},
+        "library": {"launches": 1, "us": 3.0},
+    }
+    assert "generated" not in timing.by_origin(launched, ())
+    assert timing.costliest(launched, 2) == [("triton_poi_fused_0", 2, 5.0), ("gemm", 1, 3.0)]
+
+
+@pytest.mark.parametrize("flaw", ["none", "another row's logits", "an error"])
+def test_the_command_records_what_fails_and_goes_on(flaw: str, tmp_path: Path, monkeypatch) -> None:
+    def compiled(model, options, backend="inductor", **_):
+        def run(batch, cache):
+            if flaw == "an error" and options.get("capture") == "auto":
+                raise RuntimeError("no graph\ntoday")
+            return model(batch, cache).roll(int(flaw == "another row's logits" and backend == "v41"), 0)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(program, "WARM", 0)
+    out = tmp_path / "program.json"
+    contenders = ["--contenders", "eager", "v41", "v41-uncaptured", "compile"]
+    code = main([*COMMAND, "--rows", "2", *contenders, "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert code == int(flaw != "none")
+    records = {(r["contender"], r["case"]): r for r in found["records"]}
+    assert len(records) == 4 and {"commit", "device", "torch", "date", "model", "context", "memory"} <= found.keys()
+    assert records["eager", "decode 2"]["agreement"]["bit_equal"] == records["compile", "decode 2"]["agreement"]["rows"]
+    ours = records["v41", "decode 2"]
+    if flaw == "an error":
+        assert ours["error"] == "RuntimeError: no graph | today"
+        assert "error" not in records["v41-uncaptured", "decode 2"]
+    else:
+        assert (ours["agreement"]["failed"] > 0) == (flaw != "none")
+
+
+def test_what_would_start_too_late_is_left_out(tmp_path: Path) -> None:
+    out = tmp_path / "program.json"
+    assert main([*COMMAND, "--rows", "1", "--contenders", "eager", "--budget", "0", "--out", str(out)]) == 0
+    assert {record["error"] for record in json.loads(out.read_text())["records"]} == {"left out: no time"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "program"]) == 2
+    assert "a benchmark measures a GPU" in capsys.readouterr().err
