@@ -92,6 +92,18 @@ def test_a_hit_has_the_bits_and_the_report_of_the_miss() -> None:
         _ = warm.plan.pieces[0].body.graph  # type: ignore[union-attr]
 
 
+def test_what_only_the_run_asks_for_is_no_other_program() -> None:
+    told = []
+    for more in ({}, {"capture": "off"}, {"buckets": {"rows": (1, 2)}}, {"verify": True}):
+        torch.compiler.reset()
+        options: dict[str, Any] = {"codegen": "eager", **more}
+        with v41.collect() as reports:
+            torch.compile(lambda x: x * 2, backend="v41", options=options)(torch.ones(3))
+        told += [report.cache.split()[0] for report in reports]
+        assert reports[0].options["capture"][1] == ("options" if "capture" in more else "auto: no CUDA graphs on cpu")
+    assert told == ["miss:", "hit", "hit", "miss:"]
+
+
 def test_processes_that_compile_at_once_and_one_after_them(store: ArtifactStore) -> None:
     command = [sys.executable, "-m", "tests.v41.artifact_process", "eager"]
     together = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -463,7 +475,7 @@ def test_the_tiny_model_comes_back_with_its_bits() -> None:
     """A chunk, then a row each: the loaded program runs steps of other sizes as the compiled one does."""
     torch.manual_seed(0)
     model = V41ForCausalLM(V41Config.preset("tiny")).eval()
-    chunks = [[Chunk([5, 6, 7], 0, 0), Chunk([8, 9], 0, 1)], [Chunk([1], 3, 0), Chunk([2], 2, 1)]]
+    chunks = [[Chunk([5, 6, 7], 0, 0), Chunk([8, 9], 0, 1)], [Chunk([5, 6, 7, 1], 3, 0), Chunk([8, 9, 2], 2, 1)]]
 
     def outcome(function: Callable[..., Tensor]) -> list[Any]:
         cache = Cache.zeros(model.config, 2, 64)
