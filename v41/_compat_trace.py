@@ -96,7 +96,7 @@ def _sizes_computed() -> Iterator[None]:
     """Under it, AOTAutograd's wrapper of a tensor is made without tracing the arithmetic of its own sizes.
 
     The wrapper asks for the bytes of its storage: five or so operations on symbols, each of which would become a node
-    that nothing reads and that is thrown away in the end. A quarter to a third of AOTAutograd's time.
+    that nothing reads and that is thrown away in the end. A quarter of AOTAutograd's time.
     """
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode

@@ -50,11 +50,13 @@ def plain(config: V41Config) -> Build:
 
 
 def with_numbers(config: V41Config, at: int, **numbers: float) -> Build:
-    """Layer `at` computes its boundaries with other `numbers` than the config's."""
+    """Layer `at` computes its boundaries with other `numbers`, attributes of a Layer, than the config's."""
 
     def build() -> V41ForCausalLM:
         model = V41ForCausalLM(config)
-        model.layers[at].config = config.replace(**numbers)  # type: ignore[index]
+        for name, value in numbers.items():
+            assert hasattr(model.layers[at], name), name  # type: ignore[index]
+            setattr(model.layers[at], name, value)  # type: ignore[index]
         return model
 
     return build

@@ -85,7 +85,7 @@ def test_another_eps_shows_at_the_two_sites_of_the_layer(model: Perturbed) -> No
 
 @pytest.mark.slow
 def test_other_iterations_show_at_the_two_sites_of_the_layer(model: Perturbed) -> None:
-    assert model.changes(with_numbers(model.config, model.at, hc_sinkhorn_iters=7)) == [
+    assert model.changes(with_numbers(model.config, model.at, hc_iters=7)) == [
         *(f"{site}: {ITS} -> {{'first_axis': -2, 'steps': 13, 'eps': 1e-06}}" for site in BOTH),
         "2 -> 2 pieces",
     ]
