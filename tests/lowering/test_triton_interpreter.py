@@ -118,14 +118,12 @@ def test_bf16_arithmetic_rounds_once(interpreter: Interpreter, op: str) -> None:
     assert same(found, BF16[op](x, y))
 
 
-def test_fp32_fma_is_fused(interpreter: Interpreter, plain: Interpreter) -> None:
+def test_fp32_fma_is_fused(interpreter: Interpreter) -> None:
+    """Of the plain interpreters only the oldest need the repair: 3.6 rounds twice, 3.9 once."""
     x, y = torch.randn(2, 4096, generator=torch.Generator().manual_seed(2))
-    fused = (x.double() * y.double() + x.double()).float()
-
-    def fma(process: Interpreter) -> Tensor:
-        return process.launch(KERNELS, "arithmetic", (1,), x, y, torch.empty_like(x), OP="fma", N=len(x))[2]
-
-    assert same(fma(interpreter), fused) and not same(fma(plain), fused)
+    fused, twice = (x.double() * y.double() + x.double()).float(), x * y + x
+    found = interpreter.launch(KERNELS, "arithmetic", (1,), x, y, torch.empty_like(x), OP="fma", N=len(x))[2]
+    assert same(found, fused) and not same(twice, fused)
 
 
 @pytest.mark.parametrize(
