@@ -1,7 +1,8 @@
 """The order of the passes, as data; nothing else decides it. `run_pipeline` times, verifies and reports around each.
 
 A pass edits the graph in place and returns its decisions. One that raises, or leaves a program that breaks an
-invariant, is undone and named in the report; the program compiles without it and without those that need it.
+invariant, is undone and named in the report; the program compiles without it and without those that need it. With
+`strict` its error is raised instead.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from v41._compat import observed
+from v41.errors import InvariantBroken, PassFailed
+from v41.options import NUMERIC
+from v41.passes.analysis.counts import Counts, counts
 from v41.passes.canonicalize import canonicalize
+from v41.passes.changes import changes, lines_of
 from v41.passes.fold_sinkhorn import fold_sinkhorn
 from v41.passes.outline_mhc import outline_mhc
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
+from v41.passes.same_values import check_values
 from v41.passes.verify import SHARED, WRITES, Facts, facts, verify
 from v41.report import Decision, PassRun
 
@@ -34,6 +40,7 @@ class Pass:
     expects: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     breaks: tuple[str, ...] = ()  # sentences of verify.RULES that are this pass's business to break
+    enabled: bool = True
 
     @property
     def name(self) -> str:
@@ -51,51 +58,82 @@ ALONG = "rows"  # the size whose work is captured in pieces, apart from work wit
 
 
 def run_pipeline(
-    gm: GraphModule, passes: Sequence[Pass] = PIPELINE, *, check: bool = False, programs: bool = False
+    gm: GraphModule,
+    passes: Sequence[Pass] = PIPELINE,
+    *,
+    check: bool | str = False,
+    strict: bool = False,
+    programs: bool = False,
 ) -> tuple[GraphModule, list[PassRun]]:
     """The program after `passes`, and what each did. `gm` is edited; where a pass was undone, another is returned.
 
-    `check` verifies every rule of verify.py after each pass, else only that the graph is sound. `programs` keeps the
-    text of each program in its PassRun.
+    `check` verifies every rule of verify.py after each pass, else only that the graph is sound; "numeric" also compares
+    values (same_values.py). `programs` keeps the text of each program, and what changed, in its PassRun. With `strict`,
+    a pass that would be undone raises InvariantBroken or PassFailed.
     """
     known = facts(gm) if check else None
+    lines = lines_of(gm) if programs else None
     runs: list[PassRun] = []
     off: dict[PassFunction, str] = {}  # passes that did not run, or were undone
     for each in passes:
         missing = next((need.__name__ for need in each.needs if need in off), None)
-        if missing is not None:
-            run = PassRun(each.name, [], count(gm), count(gm), 0.0, failure=f"needs {missing}, which is off")
+        if missing is not None or not each.enabled:
+            why = f"needs {missing}, which is off" if missing is not None else "switched off in the list of passes"
+            size = counts(gm, CUT_AT)
+            run = _run_of(each, [], size, size, 0.0, failure=why)
         else:
-            gm, run = _run(gm, each, known)
+            gm, run = _run(gm, each, known, values=check == NUMERIC, strict=strict)
         if run.failure is not None:
             off[each.run] = run.failure
         elif known is not None and each.breaks:
             known = facts(gm)
-        if programs:
-            run.program = text_of(gm)
+        if lines is not None:
+            before, lines = lines, lines_of(gm)
+            run.program, run.changes = text_of(gm), changes(before, lines)
         runs.append(run)
     gm.recompile()
     _warn(passes, runs)
     return gm, runs
 
 
-def _run(gm: GraphModule, each: Pass, known: Facts | None) -> tuple[GraphModule, PassRun]:
-    before, restore, start = count(gm), kept(gm), time.perf_counter()
-    failure: str | None = None
+def _run(
+    gm: GraphModule, each: Pass, known: Facts | None, *, values: bool, strict: bool
+) -> tuple[GraphModule, PassRun]:
+    before, restore, start = counts(gm, CUT_AT), kept(gm), time.perf_counter()
+    failure = warning = None
     decisions: list[Decision] | None = None
     try:
         decisions = observed(gm, each.name, lambda gm: each.run(gm, **each.settings))
         if known is not None:
             verify(gm, known, name=each.name, but=each.breaks)
-        gm.graph.lint()
+        lint(gm, bodies=known is not None)
+        if values and decisions is not None:
+            warning = check_values(restore(), copy_of(gm), name=each.name)
     except Exception as error:  # the one place that may: the report names the pass, and the program goes on without it
+        if strict:
+            raise _strictly(error, each.name) from error
         gm, failure = restore(), f"{type(error).__name__}: {error}\n  at   {_raised_at(error)}"
     if decisions is None and failure is None:
         failure = "switched off by torch (disabled_passes or its bisector)"
     milliseconds = (time.perf_counter() - start) * 1e3
-    return gm, PassRun(
-        each.name, decisions if decisions and not failure else [], before, count(gm), milliseconds, failure
-    )
+    made = _run_of(each, decisions or [], before, counts(gm, CUT_AT), milliseconds, failure)
+    made.warning = warning
+    return gm, made
+
+
+def _run_of(
+    each: Pass, decisions: list[Decision], before: Counts, after: Counts, milliseconds: float, failure: str | None
+) -> PassRun:
+    run = PassRun(each.name, [] if failure else decisions, before.nodes, after.nodes, milliseconds, failure)
+    run.regions_before, run.regions_after = before.regions, after.regions
+    run.launches_before, run.launches_after = before.launches, after.launches
+    return run
+
+
+def _strictly(error: Exception, name: str) -> Exception:
+    if isinstance(error, InvariantBroken):
+        return error
+    return PassFailed(_raised_at(error), run=name, error=f"{type(error).__name__}: {error}")
 
 
 def _raised_at(error: Exception) -> str:
@@ -110,7 +148,7 @@ def _warn(passes: Sequence[Pass], runs: Sequence[PassRun]) -> None:
     found = [each.expects is not None and bool(run.decisions) for each, run in zip(passes, runs, strict=True)]
     for each, run in zip(passes, runs, strict=True):
         if any(found) and each.expects is not None and not run.decisions and run.failure is None:
-            run.warning = f"no {each.expects} found"
+            run.warning = f"no {each.expects} found" if run.warning is None else run.warning
 
 
 def text_of(gm: GraphModule) -> str:
@@ -118,9 +156,11 @@ def text_of(gm: GraphModule) -> str:
     return gm.print_readable(print_output=False)
 
 
-def count(gm: GraphModule) -> int:
-    """Nodes of `gm`, bodies of regions not included."""
-    return len(gm.graph.nodes)
+def lint(gm: GraphModule, *, bodies: bool) -> None:
+    """Raises where a graph contradicts itself; `bodies`: those of the subgraphs it calls as well."""
+    gm.graph.lint()
+    for body in dict.fromkeys(child for child in gm.children() if bodies and isinstance(child, GraphModule)):
+        lint(body, bodies=True)
 
 
 def copy_of(gm: GraphModule) -> GraphModule:

@@ -12,6 +12,7 @@ Nothing is looked up elsewhere: what a CompileReport does not hold is not shown.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -37,7 +38,7 @@ def show(console: Console, reports: Sequence[CompileReport]) -> None:
             console.print(Text(f"given up {report.given_up}", "yellow"), soft_wrap=True)
             continue
         console.print(passes_table(report.passes))
-        for line in remarks(report):
+        for line in remarks(report.passes):
             console.print(Text(line), soft_wrap=True)
         console.print()
         console.print(program_table(report))
@@ -57,20 +58,31 @@ def show(console: Console, reports: Sequence[CompileReport]) -> None:
                 console.print(Text(line), soft_wrap=True)
 
 
-def passes_table(passes: Sequence[PassRun]) -> Table:
-    made = table("pass", "sites", "applied", "refused", "nodes", "ms")
-    width = max((len(str(n)) for run in passes for n in (run.nodes_before, run.nodes_after)), default=1)
-    for run in passes:
+def passes_table(passes: Sequence[PassRun], *, sizes: bool = False) -> Table:
+    """One line a pass; `sizes`: with the regions and kernels of a step before and after it as well."""
+    changes = {"nodes": [(run.nodes_before, run.nodes_after) for run in passes]}
+    if sizes:
+        changes["regions"] = [(run.regions_before, run.regions_after) for run in passes]
+        changes["launches a step"] = [(run.launches_before, run.launches_after) for run in passes]
+    made = table("pass", "sites", "applied", "refused", *changes, "ms")
+    columns = [_arrows(pairs) for pairs in changes.values()]
+    for run, *arrows in zip(passes, *columns, strict=True):
         judged = (len(run.decisions), run.applied, run.refused) if run.decisions else (None, None, None)
         name = f"{run.name} (off)" if run.failure else run.name
-        add(made, name, *judged, f"{run.nodes_before:{width}} -> {run.nodes_after:{width}}", round(run.milliseconds))
+        add(made, name, *judged, *arrows, round(run.milliseconds))
     return made
 
 
-def remarks(report: CompileReport) -> list[str]:
+def _arrows(pairs: Sequence[tuple[int, int]]) -> list[str]:
+    """Each pair as `2243 -> 2162`, in columns."""
+    width = max((len(str(n)) for pair in pairs for n in pair), default=1)
+    return [f"{before:{width}} -> {after:{width}}" for before, after in pairs]
+
+
+def remarks(passes: Sequence[PassRun]) -> list[str]:
     """What a table cannot hold: refusals, one line a pass and rule, then warnings and failures."""
     lines = []
-    for run in report.passes:
+    for run in passes:
         groups: dict[str, list[Decision]] = {}
         for decision in run.decisions:
             if not decision.applied:
@@ -121,7 +133,7 @@ def as_json(reports: Sequence[CompileReport]) -> list[dict[str, Any]]:
     """The same, as values json can write."""
     return [
         {
-            "passes": [_pass(run) for run in report.passes],
+            "passes": [pass_values(run) for run in report.passes],
             "pieces": report.pieces,
             "artifacts": report.artifacts,
             "kernels": {name: list(pieces) for name, pieces in report.kernels.items()},
@@ -140,21 +152,27 @@ def as_json(reports: Sequence[CompileReport]) -> list[dict[str, Any]]:
     ]
 
 
-def _pass(run: PassRun) -> dict[str, Any]:
-    return {
+def pass_values(run: PassRun) -> dict[str, Any]:
+    """One pass, as values json can write; what it changed where that was kept."""
+    kept = {} if run.changes is None else {"changes": [asdict(change) for change in run.changes]}
+    return kept | {
         "name": run.name,
         "applied": run.applied,
         "refused": run.refused,
         "nodes_before": run.nodes_before,
         "nodes_after": run.nodes_after,
+        "regions_before": run.regions_before,
+        "regions_after": run.regions_after,
+        "launches_before": run.launches_before,
+        "launches_after": run.launches_after,
         "milliseconds": run.milliseconds,
         "failure": run.failure,
         "warning": run.warning,
-        "decisions": [_decision(decision) for decision in run.decisions],
+        "decisions": [decision_values(decision) for decision in run.decisions],
     }
 
 
-def _decision(decision: Decision) -> dict[str, Any]:
+def decision_values(decision: Decision) -> dict[str, Any]:
     region = decision.region
     return {
         "applied": decision.applied,
@@ -162,5 +180,6 @@ def _decision(decision: Decision) -> dict[str, Any]:
         "source": decision.source,
         "rule": decision.rule,
         "culprit": decision.culprit,
+        "culprit_source": decision.culprit_source,
         "region": region and {"kind": region.kind, "attrs": {name: str(value) for name, value in region.attrs.items()}},
     }

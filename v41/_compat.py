@@ -216,11 +216,22 @@ def without_guards(fake_mode: Any) -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
+SUBSYSTEM = "v41"  # what torch's bisector calls our passes
+
+
 def observed(gm: GraphModule, name: str, run: Callable[[GraphModule], Any]) -> Any:
-    """Runs a pass where torch's bisector, `disabled_passes` and timers see it. None where they switched it off."""
+    """Runs a pass where torch's bisector, `disabled_passes` and timers see it. None where they switched it off.
+
+    To bisect a program that names backend="v41", torch._inductor.config.test_configs must keep a backend of the user's
+    (bisect_keep_custom_backend_for_inductor).
+    """
+    from torch._inductor.compiler_bisector import BACKENDS, BisectSubsystem
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
-    return GraphTransformObserver(gm, name, "v41").apply_gm_pass(run)
+    subsystems = BACKENDS["inductor"]  # the one backend whose passes the bisector tells apart
+    if all(each.name != SUBSYSTEM for each in subsystems):
+        subsystems.append(BisectSubsystem(SUBSYSTEM))
+    return GraphTransformObserver(gm, name, SUBSYSTEM).apply_gm_pass(run)
 
 
 def renamed(size: SymInt | SymFloat | SymBool, names: dict[str, str]) -> str:

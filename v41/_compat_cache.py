@@ -29,8 +29,11 @@ class NotStorable(Exception):
 
 def torch_caches_are_off() -> str | None:
     """Why torch's user wants no compile cache; None if one may be used."""
+    from torch._inductor.compiler_bisector import CompilerBisector
     from torch.compiler import config
 
+    if CompilerBisector.bisection_enabled:
+        return "torch's bisector switches passes off"
     return "torch.compiler.config.force_disable_caches" if getattr(config, "force_disable_caches", False) else None
 
 

@@ -97,7 +97,7 @@ def v41(
 
     def inference(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         report.seconds["aot_autograd"] = time.perf_counter() - start
-        made.append(build(aten, ways(codegen, device), parsed.verify, report, names))
+        made.append(build(aten, ways(codegen, device), parsed, report, names))
         return run_of(*made[0], parsed, device, report)
 
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -113,7 +113,7 @@ def v41(
 
 
 def build(
-    aten: GraphModule, order: Sequence[str], check: bool, report: CompileReport, names: Sequence[str]
+    aten: GraphModule, order: Sequence[str], options: Options, report: CompileReport, names: Sequence[str]
 ) -> tuple[Plan, dict[str, Artifact]]:
     """One functional ATen graph, all the way to its plan and an artifact a key. names: what the user calls inputs."""
     clock = time.perf_counter
@@ -121,7 +121,7 @@ def build(
     programs = programs_wanted()
     report.program = text_of(aten) if programs else None
     with real_tensors():
-        program, report.passes = run_pipeline(aten, check=check, programs=programs)
+        program, report.passes = run_pipeline(aten, check=options.verify, strict=options.strict, programs=programs)
     report.seconds["passes"], start = clock() - start, clock()
     inputs = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}

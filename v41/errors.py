@@ -86,7 +86,7 @@ class BenchNeedsGPU(V41Error):
 class NoInspection(V41Error):
     """facts: reason."""
 
-    found = "the file holds no inspection to compare with: {reason}"
+    found = "the file holds no inspection: {reason}"
     fix = "make one: v41 inspect --preset NAME --json > FILE"
 
 
@@ -95,6 +95,34 @@ class InvariantBroken(V41Error):
 
     found = "pass {run} left a program in which a rule is broken: it {rule}; {node}: {detail}"
     fix = "correct the pass; meanwhile the program compiles without it"
+
+
+class PassFailed(V41Error):
+    """facts: run (the pass), error."""
+
+    found = "pass {run} raised {error}"
+    fix = 'correct the pass, or compile without it: options={{"strict": False}}'
+
+
+class UnknownPass(V41Error):
+    """facts: name, known (as text)."""
+
+    found = "there is no pass {name!r}"
+    fix = "use one of: {known}"
+
+
+class UnknownSite(V41Error):
+    """facts: run (the pass), site, known (as text)."""
+
+    found = "pass {run} judged no site {site!r}"
+    fix = "use one of: {known}"
+
+
+class NoChangesKept(V41Error):
+    """No facts."""
+
+    found = "the file does not say what each pass changed"
+    fix = "make one that does: v41 inspect --preset NAME --json --changes > FILE"
 
 
 class PlanUnreadable(V41Error):

@@ -10,6 +10,7 @@ from v41.errors import InvalidOptionValue, ModeRefused, UnknownOption
 
 CODEGENS = ("auto", "eager", "inductor", "triton")
 CAPTURES = ("auto", "off")
+NUMERIC = "numeric"  # the third value of verify
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,15 @@ class Options:
     elsewhere Inductor where it keeps the rounding points, else eager (the report says which and why).
     `capture`: "auto" makes CUDA graphs of steps whose sizes lie on their ladders where there is a CUDA device.
     `buckets`: name of a size -> the ladder it is padded to, where not to the model's own (model_def/buckets.py).
-    `verify`: check every program after every pass (lint, order, meta, effects, aliases, signature).
+    `verify`: check every program after every pass (lint, order, meta, effects, aliases, signature); "numeric" also runs
+    it before and after each pass on random inputs, and holds it to the same bits.
+    `strict`: raise where a pass fails or breaks an invariant, rather than compile without it.
     `cache`: take what an earlier process compiled, and leave what this one compiles (artifact_store.py says where).
     """
 
     codegen: str = "auto"
-    verify: bool = False
+    verify: bool | str = False
+    strict: bool = False
     capture: str = "auto"
     buckets: Mapping[str, Sequence[int]] | None = None
     cache: bool = True
@@ -48,7 +52,9 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
             raise _invalid(name, getattr(parsed, name), " or ".join(map(repr, words)))
     if not isinstance(parsed.buckets, Mapping | None) or not all(map(_is_ladder, (parsed.buckets or {}).items())):
         raise _invalid("buckets", parsed.buckets, "a dict from names of sizes to tuples of ascending integers above 0")
-    for switch in ("verify", "cache"):
+    if parsed.verify != NUMERIC and not isinstance(parsed.verify, bool):
+        raise _invalid("verify", parsed.verify, f"True, False or {NUMERIC!r}")
+    for switch in ("strict", "cache"):
         if not isinstance(value := getattr(parsed, switch), bool):
             raise _invalid(switch, value, "True or False")
     return parsed

@@ -25,6 +25,19 @@ class Decision:
     rule: str | None = None  # the sentence that does not hold; None when applied
     culprit: str | None = None  # the node that breaks it
     region: Region | None = None
+    culprit_source: str | None = None  # the culprit's line of the model
+
+
+@dataclass(frozen=True)
+class Change:
+    """One node that a pass removed, added, rewired or moved, as the line that calls it."""
+
+    kind: str  # "removed", "added", "rewired" or "moved"
+    node: str
+    before: str | None  # "aten.mul.Tensor(x, 2)  f32[u0, 4]"; None where it is new
+    after: str | None  # None where it is gone
+    source: str  # its line of the model
+    body: str = ""  # the region or subgraph it is in afterwards (before, where it is gone); "" in the program itself
 
 
 @dataclass
@@ -38,7 +51,12 @@ class PassRun:
     milliseconds: float
     failure: str | None = None
     warning: str | None = None  # e.g. a pass that expects sites in every V4.1 graph saw none
+    regions_before: int = 0  # that a step runs, those in other regions included
+    regions_after: int = 0
+    launches_before: int = 0  # kernels of a step: a node that computes is one, a region with a kernel of its own is one
+    launches_after: int = 0
     program: str | None = field(default=None, repr=False)  # the program after it, where `collect(programs=True)` asked
+    changes: list[Change] | None = field(default=None, repr=False)  # what it changed, where that asked
 
     @property
     def applied(self) -> int:
@@ -116,7 +134,8 @@ _COLLECTORS: ContextVar[tuple[Collector, ...]] = ContextVar("v41_report_collecto
 
 @contextmanager
 def collect(*, programs: bool = False) -> Iterator[list[CompileReport]]:
-    """Reports of every graph that v41 compiles inside the block, in order; with `programs`, each program's text too.
+    """Reports of every graph that v41 compiles inside the block, in order; with `programs`, also the text of each
+    program and what each pass changed.
 
     Of a function that Dynamo gives up, whatever backend it was for, a report says why, in its place at the end of the
     block at the latest. Dynamo tries such a function once: a block that begins later has none.
@@ -151,7 +170,7 @@ def applied(call: Node) -> Decision:
 
 def refused(node: Node, rule: str, culprit: Node) -> Decision:
     """The decision for a site, named by its last node, that `rule` forbids because of `culprit`."""
-    return Decision(False, node.name, source_of(node), rule, culprit.name)
+    return Decision(False, node.name, source_of(node), rule, culprit.name, culprit_source=source_of(culprit))
 
 
 def source_of(node: Node) -> str:

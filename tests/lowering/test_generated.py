@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tests.invariants import apply, random_like
+from tests.invariants import apply
 from tests.lowering.rowwise.running import check_contract, interpret
 from tests.strategies.tracing import trace
 from tests.triton_interpreter import Interpreter
@@ -22,6 +22,7 @@ from v41.model_def.config import V41Config
 from v41.model_def.norm import rms_norm
 from v41.passes.partition import partition
 from v41.passes.pipeline import CUT_AT, PIPELINE
+from v41.passes.same_values import random_like
 from v41.plan import Piece
 from v41.regions import outline, region_of, regions
 

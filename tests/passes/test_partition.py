@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import SymInt, Tensor
 from torch.fx import GraphModule
 
-from tests.invariants import random_inputs, same_bits
 from tests.strategies.tracing import trace
 from v41.passes.partition import partition
 from v41.passes.pipeline import copy_of
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
+from v41.passes.same_values import random_inputs, same_bits
 from v41.plan import Plan
 from v41.regions import outline
 from v41.runtime.executor import eager_artifact, executor

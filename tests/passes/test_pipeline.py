@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.compiler_bisector import CompilerBisector
 from torch.fx import GraphModule
 
 from tests.strategies.tracing import trace
+from v41.errors import InvariantBroken, PassFailed, V41Error
 from v41.passes.pipeline import CUT_AT, PIPELINE, Pass, copy_of, run_pipeline
+from v41.passes.same_values import RULE
 from v41.passes.structure import structure_key
 from v41.passes.verify import RULES
 from v41.regions import outline, regions
-from v41.report import Decision, applied
+from v41.report import Decision, applied, refused
 
 aten = torch.ops.aten
 
@@ -45,12 +48,26 @@ def lie(gm: GraphModule) -> list[Decision]:
     return []
 
 
+def add_two(gm: GraphModule) -> list[Decision]:
+    """Sound in everything but what it computes."""
+    node = next(node for node in gm.graph.nodes if node.target is aten.add.Tensor)
+    node.args = (node.args[0], 2)
+    return []
+
+
+def refuse(gm: GraphModule) -> list[Decision]:
+    relu = next(node for node in gm.graph.nodes if node.target is aten.relu.default)
+    return [refused(relu, "reads an input", relu.all_input_nodes[0])]
+
+
 def test_a_pass_runs_with_its_settings_and_is_counted() -> None:
     gm, (run,) = run_pipeline(program(), [Pass(outline_relu, settings={"kind": "soft"})], check=True)
     assert [node.name for node in regions(gm, "soft")]
     assert (run.name, run.applied, run.refused, run.failure, run.warning) == ("outline_relu", 1, 0, None, None)
     assert run.nodes_after == run.nodes_before + 2  # call, body reference and getitem for one node
     assert run.milliseconds > 0
+    assert (run.regions_before, run.regions_after) == (0, 1)
+    assert run.launches_before == run.launches_after == 3  # no kernel of its own for a region of this kind
 
 
 @pytest.mark.parametrize("broken", [raise_in_the_middle, lie])
@@ -97,6 +114,55 @@ def test_programs_are_kept_on_demand() -> None:
     assert run.program is not None and "relu_0" in run.program
     _, (run,) = run_pipeline(program(), [Pass(outline_relu)])
     assert run.program is None
+
+
+def test_a_changed_value_is_found_where_values_are_compared() -> None:
+    _, (unseen,) = run_pipeline(program(), [Pass(add_two)], check=True)
+    assert unseen.failure is None
+    gm, (run,) = run_pipeline(program(), [Pass(add_two)], check="numeric")
+    assert run.failure is not None and f"it {RULE}; add" in run.failure
+    assert structure_key(gm) == structure_key(program())
+    _, (good,) = run_pipeline(program(), [Pass(outline_relu)], check="numeric")
+    assert (good.applied, good.failure, good.warning) == (1, None, None)
+
+
+@pytest.mark.parametrize(("broken", "error"), [(raise_in_the_middle, PassFailed), (lie, InvariantBroken)])
+def test_strictly_a_pass_that_fails_raises(broken: object, error: type[V41Error]) -> None:
+    with pytest.raises(error) as caught:
+        run_pipeline(program(), [Pass(broken)], check=True, strict=True)  # type: ignore[arg-type]
+    assert caught.value.facts["run"] == broken.__name__  # type: ignore[attr-defined]
+
+
+def test_a_pass_switched_off_in_the_list_is_no_error_and_off_for_those_that_need_it() -> None:
+    passes = [Pass(outline_relu, enabled=False), Pass(find_nothing, needs=(outline_relu,))]
+    gm, (off, dependent) = run_pipeline(program(), passes, strict=True)
+    assert not list(regions(gm))
+    assert (off.failure, dependent.failure) == (
+        "switched off in the list of passes",
+        "needs outline_relu, which is off",
+    )
+
+
+def test_torchs_bisector_finds_the_pass_at_fault() -> None:
+    whole, x = program(), torch.randn(5, 4)
+
+    def is_right() -> bool:
+        if CompilerBisector.get_backend() != "inductor":
+            return True  # what it tries first, without our backend
+        gm, _ = run_pipeline(copy_of(whole), [Pass(find_nothing), Pass(outline_relu), Pass(add_two), Pass(refuse)])
+        inputs = [x if isinstance(n.meta["val"], Tensor) else 5 for n in gm.graph.nodes if n.op == "placeholder"]
+        return torch.equal(gm(*inputs)[0], (x * 2).relu() + 1)
+
+    found = CompilerBisector.do_bisect(is_right)
+    CompilerBisector.delete_bisect_status()
+    assert found is not None and (found.subsystem, found.debug_info) == ("v41", "add_two")
+
+
+def test_a_refusal_knows_the_lines_of_site_and_culprit() -> None:
+    _, (run,) = run_pipeline(program(), [Pass(refuse)])
+    (decision,) = run.decisions
+    assert (decision.node, decision.culprit, decision.rule) == ("relu", "mul", "reads an input")
+    assert "(x * 2).relu() + 1" in decision.source and decision.culprit_source == decision.source
 
 
 def test_a_copy_is_reached_by_no_edit() -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from tests.invariants import random_inputs, same_bits
 from tests.strategies.tracing import trace
 from v41.passes.pipeline import copy_of
 from v41.passes.reinplace_cache_writes import IN_PLACE, PART, RULES, reinplace_cache_writes
+from v41.passes.same_values import random_inputs, same_bits
 from v41.passes.structure import structure_key
 from v41.passes.verify import SHARED, WRITES, facts, verify
 from v41.report import Decision

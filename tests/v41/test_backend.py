@@ -13,15 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import v41
-from tests.invariants import random_inputs
 from tests.strategies.tracing import trace
 from v41 import backend
-from v41.errors import CodegenHasNoDevice, GradientsRequested, InvalidOptionValue, ModeRefused, UnknownOption
+from v41.errors import (
+    CodegenHasNoDevice,
+    GradientsRequested,
+    InvalidOptionValue,
+    ModeRefused,
+    PassFailed,
+    UnknownOption,
+)
 from v41.lowering.generated import GeneratedPiece
 from v41.lowering.inductor import supported
 from v41.options import Options
 from v41.passes.partition import partition
 from v41.passes.pipeline import PIPELINE, Pass, run_pipeline
+from v41.passes.same_values import random_inputs
 from v41.regions import outline
 from v41.report import CompileReport, Decision, applied
 
@@ -295,6 +302,8 @@ def test_inference_mode() -> None:
         ({"options": "eager"}, InvalidOptionValue),
         ({"options": {"codegen": "triton"}}, CodegenHasNoDevice),
         ({"options": {"verify": 1}}, InvalidOptionValue),
+        ({"options": {"verify": "all"}}, InvalidOptionValue),
+        ({"options": {"strict": "yes"}}, InvalidOptionValue),
         ({"mode": "reduce-overhead"}, ModeRefused),
     ],
 )
@@ -302,6 +311,37 @@ def test_settings_that_do_not_exist_are_refused(settings: dict[str, Any], error:
     found = refusal(torch.compile(lambda x: x + 1, backend="v41", **settings), torch.randn(2))
     assert isinstance(found, error)
     assert "fix  " in str(found)
+
+
+def test_a_failing_pass_is_reported_or_strictly_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(gm: torch.fx.GraphModule) -> list[Decision]:
+        raise KeyError("val")
+
+    monkeypatch.setattr(backend, "run_pipeline", lambda gm, **given: run_pipeline(gm, [Pass(breaks)], **given))
+    with v41.collect() as reports:
+        assert torch.equal(compiled(lambda x: x + 1)(torch.ones(2)), torch.full((2,), 2.0))
+    (report,) = reports
+    assert str(report.passes[0].failure).startswith("KeyError")
+    found = refusal(torch.compile(lambda x: x + 2, backend="v41", options={"strict": True}), torch.randn(2))
+    assert isinstance(found, PassFailed) and "pass breaks raised KeyError" in str(found)
+
+
+def test_values_are_compared_on_demand() -> None:
+    """A program that writes a cache by an index, with rounding, casts and random numbers."""
+
+    def step(x: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+        cache[slots] = (x.bfloat16() * 3).float()
+        return cache[slots].softmax(-1) + torch.rand(4)
+
+    with v41.collect(programs=True) as reports:
+        options = {"codegen": "eager", "verify": "numeric", "strict": True}
+        cache = torch.zeros(5, 4)
+        torch.compile(step, backend="v41", options=options)(torch.randn(2, 4), torch.tensor([3, 1]), cache)
+    assert cache[3].abs().sum() > 0
+    assert [(run.failure, run.warning) for run in reports[0].passes] == [(None, None)] * len(PIPELINE)
+    assert reports[0].options["verify"] == ("numeric", "options")
+    last = reports[0].passes[-1]
+    assert last.changes and all(change.source for change in last.changes)
 
 
 def test_the_name_is_registered_once_and_a_reload_is_harmless() -> None:

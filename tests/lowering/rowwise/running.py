@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tests.invariants import InFloat64, random_inputs
 from tests.strategies.tracing import trace
 from tests.triton_interpreter import Interpreter
 from v41.lowering.rowwise import GeneratedKernel, Schedule, generate
+from v41.passes.same_values import Runner, random_inputs
 
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 SCHEDULES = (  # rows split, whole, between; columns of the later pass shared, with a share that ends early
@@ -45,7 +45,7 @@ def interpret(
 def check_contract(body: GraphModule, inputs: Sequence[Any], results: Sequence[Tensor]) -> None:
     """RMS error against fp64 at most 1.5 times eager's, or one ulp of the output's type at its RMS."""
     doubles = [arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in inputs]
-    truth, eager = InFloat64(body).run(*doubles), body(*inputs)
+    truth, eager = Runner(body, exact=True).run(*doubles), body(*inputs)
     for i, (ours, theirs, true) in enumerate(zip(results, eager, truth, strict=True)):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         limit = max(1.5 * rms(theirs.double() - true), ULP[ours.dtype] * rms(true))

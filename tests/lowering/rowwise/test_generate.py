@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.invariants import random_inputs
 from tests.lowering.rowwise.running import SCHEDULES, check_everywhere, generated, interpret
 from tests.strategies.tracing import trace
 from tests.triton_interpreter import Interpreter
 from v41.lowering.rowwise import Unsupported, generate
 from v41.model_def import mhc
+from v41.passes.same_values import random_inputs
 
 ROWWISE = Path(__file__).parents[3] / "lowering" / "rowwise"
 

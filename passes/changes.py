@@ -1,0 +1,120 @@
+"""changes: what a pass did to a program, node by node, as values that outlive the graph.
+
+    before   mul_3 = aten.mul.Tensor(x, 2)              Change("moved", "mul_3", ..., body="relu_0")
+             relu_1 = aten.relu.default(mul_3)          Change("moved", "relu_1", ..., body="relu_0")
+    after    invoke_subgraph = region relu_0(x) -> relu_1   Change("added", ...)
+             add_2 = aten.add.Tensor(relu_1, 1)         no change: it reads what it read
+
+Nodes go by their names, which no pass changes, and those in a body by the name of the body as well. What a region
+returns goes by the name it has inside: who reads it was not rewired. Inputs and the references of bodies are left out.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import SymInt, Tensor
+from torch.fx import GraphModule, Node
+
+from v41.plan import spec
+from v41.regions import META, body_of, invoke_subgraph, is_region
+from v41.report import Change, source_of
+
+Key = tuple[str, str]  # body, name
+Lines = dict[Key, tuple[str, str]]  # in order of the program -> what the node calls, its line of the model
+
+
+def lines_of(gm: GraphModule) -> Lines:
+    """Every node of `gm` and of its bodies, each body once, as a line."""
+    lines: Lines = {}
+    _read(gm, "", lines, set())
+    return lines
+
+
+def changes(before: Lines, after: Lines) -> list[Change]:
+    """What differs: first what is there afterwards, in order, then what is gone."""
+    gone = {key: line for key, line in before.items() if key not in after}
+    by_name: dict[str, list[Key]] = {}
+    for key in gone:
+        by_name.setdefault(key[1], []).append(key)
+    found = []
+    for (body, name), (text, source) in after.items():
+        if (body, name) in before:
+            old, _ = before[body, name]
+            if old != text:
+                found.append(Change("rewired", name, old, text, source, body))
+            continue
+        origin = next((key for key in by_name.get(name, ()) if operator_of(gone[key][0]) == operator_of(text)), None)
+        if body and origin is not None:
+            by_name[name].remove(origin)
+            old, _ = gone.pop(origin)
+            found.append(Change("moved", name, old, text, source, body))
+        else:
+            found.append(Change("added", name, None, text, source, body))
+    return found + [Change("removed", name, text, None, source, body) for (body, name), (text, source) in gone.items()]
+
+
+def operator_of(text: str) -> str:
+    """What a line calls, without the arguments."""
+    return text.partition("(")[0]
+
+
+def _read(gm: GraphModule, path: str, lines: Lines, seen: set[GraphModule]) -> None:
+    seen.add(gm)
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr") or _is_result_of_region(node):
+            continue
+        if node.op == "output":
+            if META not in gm.meta:  # else the region's line says it
+                lines[path, node.name] = (f"return {_spell(node.args[0])}", source_of(node))
+            continue
+        if node.target is invoke_subgraph and body_of(node) not in seen:
+            _read(body_of(node), str(node.args[0].target), lines, seen)
+        lines[path, node.name] = (_text(node), source_of(node))
+
+
+def _text(node: Node) -> str:
+    if node.target is invoke_subgraph:
+        body = str(node.args[0].target)  # type: ignore[union-attr]
+        given = ", ".join(_spell(arg) for arg in node.args[2:])
+        if not is_region(node):
+            return f"subgraph {body}({given})"
+        return f"region {body}({given}) -> {_spell(body_of(node).graph.output_node().args[0])}"
+    given = ", ".join([*map(_spell, node.args), *(f"{name}={_spell(arg)}" for name, arg in node.kwargs.items())])
+    value = node.meta.get("val")
+    told = f"  {spec(value)}" if isinstance(value, (Tensor, SymInt)) else ""
+    return f"{node.target if isinstance(node.target, str) else _called(node.target)}({given}){told}"
+
+
+def _called(target: Any) -> str:
+    return str(target) if "." in str(target) and " " not in str(target) else getattr(target, "__name__", str(target))
+
+
+def _is_result_of_region(node: Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, Node) and is_region(source)
+
+
+def named(node: Node) -> str:
+    """The name of a node; of what a region returns, the one that it has inside."""
+    while _is_result_of_region(node):
+        call, index = node.args
+        result = body_of(call).graph.output_node().args[0][index]  # type: ignore[arg-type, index]
+        if not isinstance(result, Node):
+            break
+        node = result
+    return node.name
+
+
+def _spell(value: Any) -> str:
+    match value:
+        case Node():
+            return named(value)
+        case tuple() | list():
+            return f"[{', '.join(map(_spell, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{name}: {_spell(each)}' for name, each in value.items())}}}"
+        case slice():
+            return f"{_spell(value.start)}:{_spell(value.stop)}:{_spell(value.step)}"
+    return repr(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,228 @@
+"""same_values: a program before and after a pass, run on the same random inputs: the same bits, in and out of fp64.
+
+    before, after   copies that nothing edits meanwhile
+    difference(before, after, rows)       how they differ with `rows` for every symbolic size; None where they do not
+    check_values(before, after, name=)    InvariantBroken naming the first node that differs; or why none could tell
+
+Integers are drawn below the size of what they index, where the graph says so, else from 0 and 1, which index nearly
+everything. Inputs on which the program before a pass does not run itself tell nothing about the pass.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, ops
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves, tree_map
+
+from v41._compat import outside_fake_mode, size_with
+from v41.errors import InvariantBroken
+from v41.passes.matching import fake, source_of_view
+from v41.regions import invoke_subgraph
+from v41.report import source_of
+
+aten = ops.aten
+
+RULE = "computes the same values"
+ATTEMPTS = ((2, False), (3, False), (2, True))  # rows, and whether all integers are 0: the first two that run count
+LIMIT = 2**32  # bytes of inputs above which nothing is run
+INDEXED = {  # operator -> positions of what is indexed and of the index, or of the axis where that is an argument
+    aten.embedding.default: (0, 1, 0),
+    aten.index_select.default: (0, 2, None),
+    aten.gather.default: (0, 2, None),
+}
+
+
+def check_values(before: GraphModule, after: GraphModule, *, name: str) -> str | None:
+    """Raises InvariantBroken where pass `name` changed a value. Text: why the values could not be compared."""
+    inputs = [n.meta["val"] for n in before.graph.nodes if n.op == "placeholder" and fake(n) is not None]
+    total = sum(bytes_of(value) for value in inputs)
+    if total > LIMIT:
+        return f"values not compared: the inputs take {total / 2**30:.3g} GiB"
+    ran, error = 0, ""
+    for rows, zeros in ATTEMPTS:
+        try:
+            run(before, random_inputs(before, rows, zeros=zeros))
+        except Exception as raised:  # whatever it is, it is not the pass's doing
+            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            continue
+        for exact in (False, True):
+            told = difference(before, after, rows, exact=exact, zeros=zeros)
+            if told is not None:
+                node = first_difference(before, after, rows, exact=exact, zeros=zeros) or after.graph.output_node()
+                raise InvariantBroken(source_of(node), run=name, rule=RULE, node=node.name, detail=told)
+        ran += 1
+        if ran == 2:
+            break
+    return None if ran else f"values not compared: the program does not run on random inputs: {error}"
+
+
+def difference(
+    before: GraphModule, after: GraphModule, rows: int, *, exact: bool = False, zeros: bool = False
+) -> str | None:
+    """How the two programs differ in values, specs, writes of inputs or shared memory. exact: run in fp64."""
+    seen = []
+    for gm in (before, after):
+        inputs = random_inputs(gm, rows, exact=exact, zeros=zeros)
+        try:
+            outputs = run(gm, inputs, exact=exact)
+        except Exception as error:
+            if exact and gm is before:
+                return None  # it reads bits of narrow types: fp64 has none of them
+            return f"it does not run: {type(error).__name__}: {error}".splitlines()[0]
+        tensors = [value for value in [*inputs, *tree_leaves(outputs)] if isinstance(value, Tensor)]
+        seen.append((tensors, [spec(tensor) for tensor in tensors], sharing(tensors) if rows else None))
+    (mine, specs, shared), (theirs, specs_after, shared_after) = seen
+    if specs != specs_after:
+        return "strides or dtypes changed in a real run"
+    if shared != shared_after:
+        return "other outputs share memory than before"
+    where = f"with {rows} rows{' in fp64' if exact else ''}"
+    different = (i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if not same_bits(a, b))
+    return next((f"value {i} of inputs and outputs differs {where}" for i in different), None)
+
+
+def first_difference(before: GraphModule, after: GraphModule, rows: int, *, exact: bool, zeros: bool) -> Node | None:
+    """The first node of `after` whose value is not that of its namesake before; None where none is at fault."""
+    kept: list[dict[str, Tensor]] = []
+    for gm in (before, after):
+        runner = Runner(gm, exact, kept={})
+        with torch.no_grad(), outside_fake_mode():
+            runner.run(*random_inputs(gm, rows, exact=exact, zeros=zeros))
+        kept.append(runner.kept or {})
+    for node in after.graph.nodes:
+        if node.name in kept[0] and node.name in kept[1] and not same_bits(kept[0][node.name], kept[1][node.name]):
+            return node
+    return None
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def run(gm: GraphModule, inputs: Sequence[Any], *, exact: bool = False) -> Any:
+    """The outputs of `gm`, whose code is up to date. Random numbers are the same in every run."""
+    with torch.no_grad(), outside_fake_mode(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Runner(gm, exact=True).run(*inputs) if exact else gm(*inputs)
+
+
+class Runner(Interpreter):
+    """Runs a program, bodies of regions included; `exact`: with fp64 for every floating dtype, so nothing is rounded.
+
+    `kept`, where given, gets a copy of the tensor of every node.
+    """
+
+    def __init__(self, gm: GraphModule, exact: bool, kept: dict[str, Tensor] | None = None) -> None:
+        super().__init__(gm)
+        self.exact, self.kept = exact, kept
+        self.extra_traceback = False
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if self.kept is not None and isinstance(value, Tensor):
+            self.kept[n.name] = value.clone()
+        return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is invoke_subgraph:
+            return Runner(args[0], self.exact).run(*args[2:])
+        if self.exact and target is not operator.getitem:
+            args, kwargs = tree_map(_double, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+def _double(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def random_inputs(gm: GraphModule, rows: int, *, exact: bool = False, seed: int = 0, zeros: bool = False) -> list[Any]:
+    """Inputs for the placeholders of `gm` with every symbolic size `rows`. exact: floats as fp64; zeros: integers 0."""
+    with outside_fake_mode():
+        generator = torch.Generator().manual_seed(seed)
+        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        return [random_like(n.meta["val"], rows, generator, exact, 1 if zeros else limit_of(n, rows)) for n in nodes]
+
+
+def random_like(value: Any, rows: int, generator: torch.Generator, exact: bool, limit: int = 2) -> Any:
+    """A CPU tensor as `value` says, floats normal, integers below `limit`; `rows` for a size, a number as it is."""
+    if not isinstance(value, Tensor):
+        return size_with(value, rows) if isinstance(value, SymInt) else value
+    shape, strides = [size_with(n, rows) for n in value.shape], [size_with(n, rows) for n in value.stride()]
+    dtype = torch.float64 if exact and value.dtype.is_floating_point else value.dtype
+    tensor = torch.empty_strided(shape, strides, dtype=dtype)
+    if value.dtype.is_floating_point:
+        return tensor.copy_(torch.randn(shape, generator=generator, dtype=torch.float64).to(value.dtype))
+    return tensor.copy_(torch.randint(0, limit, shape, generator=generator))
+
+
+def limit_of(node: Node, rows: int) -> int:
+    """Below what the integers of an input may be drawn: the smallest size they index, 2 where they do anything else."""
+    value, sizes, stack = fake(node), list[int](), [node]
+    if value is None or value.dtype not in (torch.int32, torch.int64):
+        return 2
+    while stack:
+        current = stack.pop()
+        for user in current.users:
+            if source_of_view(user) is current:
+                stack.append(user)
+            elif (indexed := _indexed(user, current)) is not None:
+                sizes.append(size_with(indexed, rows))
+            else:
+                return 2
+    return max(1, min(sizes, default=2))
+
+
+def _indexed(user: Node, index: Node) -> int | SymInt | None:
+    """The size of the axis that `user` looks up by `index` alone; None where it does something else with it."""
+    if user.target in INDEXED:
+        source, at, axis = INDEXED[user.target]
+        table = fake(user.args[source])
+        if user.args[at] is index and user.args[source] is not index and table is not None:
+            return table.shape[user.args[1] if axis is None else axis]  # type: ignore[index]
+    elif user.target in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        table, indices = fake(user.args[0]), list(user.args[1])  # type: ignore[arg-type]
+        if table is not None and index not in (user.args[0], *user.args[2:3]):
+            sizes = (table.shape[axis] for axis, each in enumerate(indices) if each is index)
+            return min(sizes, key=lambda n: size_with(n, 2))
+    return None
+
+
+def bytes_of(value: Tensor) -> int:
+    """What a tensor of its sizes takes, with 2 for every symbol."""
+    total = value.element_size()
+    for size in value.shape:
+        total *= size_with(size, 2)
+    return total
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def spec(value: Tensor) -> str:
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()}"
+
+
+def sharing(tensors: Sequence[Tensor]) -> list[int]:
+    """For each tensor the first one with the same storage."""
+    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [storages.index(storage) for storage in storages]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bitwise equality, zeros with their sign; all NaNs count as one."""
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    if not torch.equal(a.isnan(), b.isnan()):
+        return False
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    plain = [tensor.masked_fill(tensor.isnan(), 0).contiguous().view(bits) for tensor in (a, b)]
+    return torch.equal(*plain)

@@ -1,0 +1,86 @@
+"""Values that a pass changed are found, whatever else it kept; inputs index what they may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from tests.strategies.tracing import trace
+from v41.errors import InvariantBroken
+from v41.passes import same_values
+from v41.passes.pipeline import copy_of
+from v41.passes.same_values import RULE, check_values, difference, limit_of, random_inputs
+
+aten = torch.ops.aten
+
+
+def program() -> GraphModule:
+    """Rows looked up, rounded, written to a cache, read again."""
+
+    def step(x: Tensor, ids: Tensor, slots: Tensor, table: Tensor, cache: Tensor) -> Tensor:
+        cache[slots] = torch.nn.functional.embedding(ids, table) + x.bfloat16().float()
+        return cache[slots] * 2 + ids.unsqueeze(1)
+
+    ids = torch.tensor([0, 1])
+    return trace(step, torch.randn(2, 4), ids, ids + 0, static=(torch.randn(7, 4), torch.zeros(50, 4)))
+
+
+def multiply_by_three(gm: GraphModule) -> str:
+    node = next(node for node in gm.graph.nodes if node.target is aten.mul.Tensor)
+    node.args = (node.args[0], 3)
+    return node.name
+
+
+def skip_the_rounding(gm: GraphModule) -> str:
+    casts = [n for n in gm.graph.nodes if n.target is torch.ops.prims.convert_element_type.default]
+    casts[-1].replace_all_uses_with(casts[0].args[0])
+    return next(iter(node.name for node in gm.graph.nodes if node.target is aten.add.Tensor))
+
+
+def write_zeros(gm: GraphModule) -> str:
+    node = next(node for node in gm.graph.nodes if node.target is aten.copy_.default)
+    with gm.graph.inserting_before(node):
+        zero = gm.graph.call_function(aten.zeros_like.default, (node.args[1],))
+    node.args = (node.args[0], zero)
+    return node.name
+
+
+@pytest.mark.parametrize("damage", [multiply_by_three, skip_the_rounding, write_zeros])
+def test_a_changed_value_is_named_with_the_first_node_that_differs(damage: Callable[[GraphModule], str]) -> None:
+    before, after = program(), program()
+    assert check_values(before, copy_of(after), name="nothing") is None
+    culprit = damage(after)
+    with pytest.raises(InvariantBroken) as caught:
+        check_values(before, copy_of(after), name="careless")
+    assert (caught.value.facts["rule"], caught.value.facts["node"]) == (RULE, culprit)
+
+
+def test_what_cannot_be_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = trace(lambda x: x.view(-1, 8) * 2, torch.randn(8, 4), backed=True)  # 2 rows of 4 do, 3 do not
+    assert check_values(gm, gm, name="nothing") is None
+    never = trace(lambda x: x.cpu() + 1, torch.randn(2, 4))
+    next(n for n in never.graph.nodes if n.target is aten.add.Tensor).args = (1, 2, 3)
+    told = check_values(copy_of(never), copy_of(never), name="nothing")
+    assert told is not None and told.startswith("values not compared: the program does not run on random inputs")
+    monkeypatch.setattr(same_values, "LIMIT", 100)
+    assert check_values(program(), program(), name="nothing") == "values not compared: the inputs take 9.09e-07 GiB"
+
+
+def test_integers_reach_all_of_what_they_index_and_no_further() -> None:
+    gm = program()
+    limits = {limit_of(node, 2) for node in gm.graph.find_nodes(op="placeholder")}
+    assert 50 in limits  # slots index the cache alone; ids are also added, so nobody knows
+    drawn = [value for value in random_inputs(gm, 40) if isinstance(value, Tensor) and not value.is_floating_point()]
+    assert sorted(int(value.max()) for value in drawn)[0] == 1 and 20 < max(int(value.max()) for value in drawn) < 50
+
+
+def test_the_difference_says_which_value_and_with_how_many_rows() -> None:
+    before, after = program(), program()
+    multiply_by_three(after)
+    told = difference(before, copy_of(after), 5)
+    assert told is not None and told.endswith("of inputs and outputs differs with 5 rows")
+    assert difference(before, copy_of(after), 0) is None  # no rows, no difference
