@@ -5,7 +5,8 @@ Inductor keeps values in fp32 registers and drops `.to(bf16).float()` between fu
 pattern matcher and compile under settings that make it round where eager rounds. A piece is a functional ATen graph
 with fake-tensor meta; sizes may be symbolic or unbacked. A cache write (index_put and copy_ back, or index_put_)
 stays in place: `reorder_for_locality` would move a read behind the write and force a copy of the whole cache. Regions
-are inlined first, so that Inductor fuses across them.
+are inlined first, so that Inductor fuses across them. Sizes have tiers (tiers.py): of an unbacked size Inductor knows
+nothing, and its code for any number of rows cost a decode step of 256 rows twice the time of code for a known number.
 """
 
 from __future__ import annotations
@@ -30,8 +31,13 @@ from v41._compat import (
     run_as_eager,
 )
 from v41._compat_cache import loaded_inductor_code, stored_inductor_code
+from v41._compat_ranges import sizes_at_most
 from v41.lowering.piece_inputs import checker
+from v41.lowering.tiers import Limits, chooser, distinct
 from v41.regions import flatten
+
+Artifact = Callable[..., tuple[Any, ...]]
+Code = Callable[[list[Any]], Sequence[Any]]  # empties the list it is given
 
 ROUNDED = (torch.bfloat16, torch.float16)
 
@@ -58,37 +64,63 @@ EXACT_ON_CPU = frozenset({
 })  # fmt: skip
 
 
-def compile_piece(gm: GraphModule, name: str = "piece") -> Callable[..., tuple[Any, ...]]:
+def compile_piece(
+    gm: GraphModule, name: str = "piece", *, tiers: Sequence[Limits] = (), beyond: Artifact | None = None
+) -> InductorPiece:
     """A callable over the placeholders of `gm`, in order, that returns the outputs as a tuple. `gm` is left as it was.
 
     Works inside a backend's compile and alone. `name` stands in the error for inputs the piece was not compiled for.
+    tiers: ranges of sizes that get code of their own, narrowest first; `beyond` runs what none of them holds. Without
+    tiers there is one code for all sizes.
     """
+    assert beyond is not None or not tiers
     piece = flatten(gm)
     drop_whole_slices(piece)
     placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
     metas = [node.meta["val"] for node in placeholders]
     keep_output_strides(piece.graph)
     check = checker(name, [node.name for node in placeholders], metas)
-    return InductorPiece(check, inductor_compile(piece, metas, inductor_settings(SETTINGS), mark))
+    ranges = distinct(tiers, metas) or [{}]
+    codes = []
+    for limits in ranges:
+        with sizes_at_most(metas, limits):
+            codes.append(inductor_compile(piece, metas, inductor_settings(SETTINGS), mark, str(limits)))
+    return InductorPiece(check, chooser(ranges, metas), codes, beyond)
 
 
 class InductorPiece:
-    """Inductor's code behind the check of its inputs. What is stored runs under the settings it was compiled in."""
+    """Inductor's codes, one a tier, behind the check of inputs. A stored one runs under the settings of its making."""
 
-    def __init__(self, check: Callable[..., None], run: Callable[[list[Any]], Sequence[Any]]) -> None:
-        self.check, self.run = check, run
+    def __init__(
+        self,
+        check: Callable[..., None],
+        choose: Callable[[Sequence[object]], int],
+        codes: Sequence[Code],
+        beyond: Artifact | None,
+    ) -> None:
+        self.check, self.choose, self.codes, self.beyond = check, choose, codes, beyond
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         self.check(args)
-        return tuple(self.run(list(args)))
+        place = self.choose(args)
+        if place < len(self.codes):
+            return tuple(self.codes[place](list(args)))
+        assert self.beyond is not None
+        return self.beyond(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return load_piece, (self.check, stored_inductor_code(self.run))
+        return load_piece, (self.check, self.choose, [stored_inductor_code(code) for code in self.codes], self.beyond)
 
 
-def load_piece(check: Callable[..., None], stored: bytes) -> InductorPiece:
+def load_piece(
+    check: Callable[..., None],
+    choose: Callable[[Sequence[object]], int],
+    stored: Sequence[bytes],
+    beyond: Artifact | None,
+) -> InductorPiece:
     """The piece that was stored."""
-    return InductorPiece(check, loaded_inductor_code(stored, inductor_settings(SETTINGS)))
+    codes = [loaded_inductor_code(code, inductor_settings(SETTINGS)) for code in stored]
+    return InductorPiece(check, choose, codes, beyond)
 
 
 def drop_whole_slices(gm: GraphModule) -> None:

@@ -22,7 +22,7 @@ Size = int | SymInt
 
 def checker(piece: str, names: Sequence[str], metas: Sequence[object]) -> Callable[[Sequence[object]], None]:
     """A function over the piece's inputs that raises PieceInputMismatch, naming `piece` and the input, or returns."""
-    known = _bindings(metas)
+    known = bindings(metas)
     lines = ["def check(args):", f"    if len(args) != {len(metas)}:", "        miscounted(piece, args, names)"]
     lines += [f"    {symbol} = args[{index}]{axis}" for symbol, (index, axis) in known.items()]
     facts: dict[str, object] = {"refuse": _refuse, "miscounted": _miscounted, "same_strides": same_strides}
@@ -42,7 +42,7 @@ def checker(piece: str, names: Sequence[str], metas: Sequence[object]) -> Callab
     return define("\n".join([*lines, "    return"]), "check", facts, f"<inputs of {piece}>")
 
 
-def _bindings(metas: Sequence[object]) -> dict[str, tuple[int, str]]:
+def bindings(metas: Sequence[object]) -> dict[str, tuple[int, str]]:
     """Symbol -> (input that gives its value, how): a SymInt input, or a tensor dimension that is the bare symbol."""
     found: dict[str, tuple[int, str]] = {}
     for index, meta in enumerate(metas):

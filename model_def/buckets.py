@@ -12,6 +12,7 @@ work and save nothing.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from v41.model_def.errors import LadderNotAscending
@@ -59,6 +60,16 @@ class Buckets:
     def whole(self) -> dict[str, int]:
         """Up to which sizes a step is captured whole: a decode step."""
         return {"rows": self.decode[-1], "longest": 1}
+
+    def ranges(self, sizes: Mapping[str, str]) -> tuple[dict[str, int], ...]:
+        """Ranges worth code of their own, as limits for the symbols of `sizes` (symbol -> name): a decode step's sizes,
+        then rows whose elements 32 bits can count. None where no size is one of a Batch.
+        """
+        few = {**dict.fromkeys(("rows", "requests", "logits"), self.decode[-1]), "longest": 1}
+        blocks = {name: self.blocks[-1] for name in sizes.values() if name.startswith("blocks of ratio ")}
+        decode, wide = {**few, **blocks}, {"rows": 8 * self.prefill[-1]}
+        found = [{symbol: of[name] for symbol, name in sizes.items() if name in of} for of in (decode, wide)]
+        return tuple(found) if found[0] else ()
 
 
 def round_up(size: int, ladder: tuple[int, ...]) -> int:

@@ -63,32 +63,44 @@ def run_as_eager(node: Node) -> None:
 
 
 def inductor_compile(
-    gm: GraphModule, inputs: Sequence[Any], settings: dict[str, object], mark: Callable[[Graph], None]
+    gm: GraphModule, inputs: Sequence[Any], settings: dict[str, object], mark: Callable[[Graph], None], known: str = ""
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """The post-grad half of Inductor alone, on functional ATen. The result empties the list of inputs it is given.
 
-    `mark` marks nodes just before they are lowered. Inductor's cache does not see marks, so the source of `mark`'s file
-    and of this one go into its key. A fresh TracingContext keeps AOTAutograd's one, if we run inside it, from taking a
-    piece's output strides for its own.
+    `mark` marks nodes just before they are lowered; `known` tells what is known of sizes meanwhile. Inductor's cache
+    sees neither, so the source of `mark`'s file, of this one and `known` go into its key. A fresh TracingContext keeps
+    AOTAutograd's one, if we run inside it, from taking a piece's output strides for its own.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     sources = (Path(__file__), Path(inspect.getsourcefile(mark) or __file__))
-    key = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-
-    class Mark(CustomGraphPass):
-        def __call__(self, graph: Graph) -> None:
-            mark(graph)
-
-        def uuid(self) -> str:
-            return key
-
-    settings = {**settings, "post_grad_custom_pre_pass": Mark()}
+    key = hashlib.sha256(b"".join([*(source.read_bytes() for source in sources), known.encode()])).hexdigest()
+    settings = {**settings, "post_grad_custom_pre_pass": custom_graph_pass(mark, lambda: key)}
     with tracing(TracingContext(detect_fake_mode(inputs))), config.patch(settings), _whole(gm):
         return compile_fx_inner(gm, list(inputs), is_inference=True)
+
+
+def custom_graph_pass(run: Callable[[Graph], None], key: Callable[[], str | None]) -> Any:
+    """`run` as Inductor takes a pass of the user's. Its caches hold what they store by `key()`; None: not stored."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> str | None:
+            return key()
+
+    return Pass()
+
+
+def sort_nodes(graph: Graph) -> None:
+    """Puts every node behind what it reads, and moves no other: Inductor's own passes leave that to a later sort."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
 
 
 @contextlib.contextmanager

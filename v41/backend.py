@@ -97,7 +97,7 @@ def v41(
 
     def inference(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         report.seconds["aot_autograd"] = time.perf_counter() - start
-        made.append(build(aten, ways(codegen, device), parsed, report, names))
+        made.append(build(aten, ways(codegen, device), parsed, report, names, device))
         return run_of(*made[0], parsed, device, report)
 
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -113,7 +113,12 @@ def v41(
 
 
 def build(
-    aten: GraphModule, order: Sequence[str], options: Options, report: CompileReport, names: Sequence[str]
+    aten: GraphModule,
+    order: Sequence[str],
+    options: Options,
+    report: CompileReport,
+    names: Sequence[str],
+    device: torch.device,
 ) -> tuple[Plan, dict[str, Artifact]]:
     """One functional ATen graph, all the way to its plan and an artifact a key. names: what the user calls inputs."""
     clock = time.perf_counter
@@ -129,7 +134,11 @@ def build(
     check_plan(plan)
     report.seconds["partition"], start = clock() - start, clock()
     bodies = {piece.key: piece.body for piece in reversed(plan.pieces)}
-    artifacts = {key: artifact(bodies[key], names, order, report) for key, names in plan.keys.items()}
+    ranges = Buckets().ranges(plan.sizes) if device.type != "cpu" and "inductor" in order else ()  # where speed counts
+    if ranges:
+        told = [", ".join(dict.fromkeys(f"{plan.sizes[u]} <= {most}" for u, most in each.items())) for each in ranges]
+        report.options["code for"] = ("; ".join(told), "v41; beyond these, Inductor's pieces run their ATen nodes")
+    artifacts = {key: artifact(bodies[key], names, order, report, ranges) for key, names in plan.keys.items()}
     report.seconds["codegen"] = clock() - start
     report.plan, report.pieces, report.artifacts = plan, len(plan.pieces), len(artifacts)
     return plan, artifacts
@@ -162,10 +171,19 @@ def graphs_of(device: torch.device, capture: str) -> tuple[Graphs | None, str]:
     return (CudaGraphs(device), "auto") if device.type == "cuda" else (None, f"auto: no CUDA graphs on {device.type}")
 
 
-def artifact(body: GraphModule, names: Sequence[str], order: Sequence[str], report: CompileReport) -> Artifact:
-    """What the pieces `names` run: the first way of `order` that takes them. The report says why others did not."""
+def artifact(
+    body: GraphModule,
+    names: Sequence[str],
+    order: Sequence[str],
+    report: CompileReport,
+    tiers: Sequence[Mapping[str, int]] = (),
+) -> Artifact:
+    """What the pieces `names` run: the first way of `order` that takes them. The report says why others did not.
+
+    tiers: ranges of sizes for which Inductor makes code of their own, as limits by symbol.
+    """
     for way, following in pairwise(order):
-        made = generated(body, names, report) if way == "triton" else compiled_by_inductor(body, names)
+        made = generated(body, names, report) if way == "triton" else compiled_by_inductor(body, names, tiers)
         if not isinstance(made, str):
             return made
         if made:
@@ -188,12 +206,12 @@ def generated(body: GraphModule, names: Sequence[str], report: CompileReport) ->
     return made
 
 
-def compiled_by_inductor(body: GraphModule, names: Sequence[str]) -> Artifact | str:
+def compiled_by_inductor(body: GraphModule, names: Sequence[str], tiers: Sequence[Mapping[str, int]]) -> Artifact | str:
     """What Inductor made of a piece, or what it raised."""
     from v41.lowering.inductor import compile_piece
 
     try:
-        return compile_piece(body, names[0])
+        return compile_piece(body, names[0], tiers=tiers, beyond=eager_artifact(body) if tiers else None)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         return f"Inductor raised {type(error).__name__}: {first}"
