@@ -1,7 +1,7 @@
 """sizes_at_most: what a compiler may take for granted of unbacked sizes while it compiles one piece of code.
 
-Of an unbacked size torch knows a range, 0 to infinity, and guesses 8192 where it must choose. So Inductor indexes with 64
-bits and picks schedules for 8192 rows. Narrower ranges are no guards: whoever calls the code checks them.
+Of an unbacked size torch knows a range, 0 to infinity, and guesses 8192 where it must choose. So Inductor indexes with
+64 bits and picks schedules for 8192 rows. Narrower ranges are no guards: whoever calls the code checks them.
 """
 
 from __future__ import annotations

@@ -389,7 +389,7 @@ def test_passes_compute_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_piece_that_inductor_cannot_compile_runs_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(body: torch.fx.GraphModule, name: str) -> Any:
+    def fail(body: torch.fx.GraphModule, name: str, **tiers: Any) -> Any:
         raise NotImplementedError("no such lowering\nwith a long story")
 
     monkeypatch.setattr("v41.lowering.inductor.compile_piece", fail)
