@@ -16,6 +16,14 @@ from pathlib import Path
 from v41 import __version__
 from v41.options import CODEGENS
 
+COMMANDS = {  # what runs each: a module of v41.tools and its function
+    "generate": ("generate_command", "generate_command"),
+    "inspect": ("inspect_command", "inspect_command"),
+    "passes": ("passes_command", "passes_command"),
+    "why-not": ("why_not", "why_not_command"),
+    "diff": ("diff_command", "diff_command"),
+}
+
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="v41", description="DeepSeek-V4.1-Flash, compiled from its plain definition.")
@@ -23,6 +31,9 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="read prompts, write tokens, show what the compiler did"))
     add_inspect(commands.add_parser("inspect", help="what the compiler finds in every layer, without weights"))
+    add_passes(commands.add_parser("passes", help="per pass: sites, nodes, regions, launches and time"))
+    add_why_not(commands.add_parser("why-not", help="which rule made a pass refuse a site, and what to do"))
+    add_diff(commands.add_parser("diff", help="what a pass changed in the graph"))
     add_bench(commands.add_parser("bench", help="measure on this GPU, check against fp64, keep the figures as JSON"))
     return made
 
@@ -32,7 +43,29 @@ def add_inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument("--preset", default="tiny", metavar="NAME", help="tiny, bench or flash (tiny)")
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers alone")
     command.add_argument("--against", type=Path, metavar="FILE", help="show what differs from what --json wrote there")
+    command.add_argument("--changes", action="store_true", help="with --json: what each pass changed, for v41 diff")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
+
+
+def add_passes(command: argparse.ArgumentParser) -> None:
+    source = command.add_mutually_exclusive_group()
+    source.add_argument("--preset", default="tiny", metavar="NAME", help="capture it now: tiny, bench or flash (tiny)")
+    source.add_argument("--run", type=Path, metavar="FILE", help="read what inspect --json or generate --json wrote")
+    command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of the preset alone")
+    command.add_argument("--json", action="store_true", help="print the facts as JSON")
+    command.add_argument("--strict", action="store_true", help="exit with 1 where a site was refused or a pass failed")
+
+
+def add_why_not(command: argparse.ArgumentParser) -> None:
+    command.add_argument("name", metavar="PASS")
+    command.add_argument("site", metavar="SITE", nargs="?", help="the name of its node (all that were refused)")
+    add_passes(command)
+
+
+def add_diff(command: argparse.ArgumentParser) -> None:
+    command.add_argument("name", metavar="PASS")
+    command.add_argument("--all", action="store_true", help="show each change, not one of many that are alike")
+    add_passes(command)
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:
@@ -103,13 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "bench":
             case = import_module(f"v41.tools.bench.{arguments.case}")
             return int(case.bench_command(arguments))
-        if arguments.command == "inspect":
-            from v41.tools.inspect_command import inspect_command
-
-            return inspect_command(arguments)
-        from v41.tools.generate_command import generate_command
-
-        return generate_command(arguments)
+        module, name = COMMANDS[arguments.command]
+        return int(getattr(import_module(f"v41.tools.{module}"), name)(arguments))
     except (V41Error, ModelError) as error:
         print(error, file=sys.stderr)
         return 2

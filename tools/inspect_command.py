@@ -21,26 +21,20 @@ from rich.console import Console
 from rich.text import Text
 
 from v41.errors import NoInspection
-from v41.model_def.config import V41Config
-from v41.model_def.model import V41ForCausalLM
 from v41.regions import Region
-from v41.tools.inspect import Inspection, LayerView, capture, first_layers, layers, role
+from v41.tools.inspect import Inspection, LayerView, layers, role
 from v41.tools.inspect_changes import LayerValues, changes
+from v41.tools.pass_runs import captured, console_of
 from v41.tools.plan_view import artifacts_table
 from v41.tools.report_view import as_json, show
 from v41.tools.tables import add, table
 
-WIDTH = 120
-
 
 def inspect_command(arguments: Namespace) -> int:
-    console = Console(stderr=arguments.json)
-    console.width = max(console.width, WIDTH)
-    config = V41Config.preset(arguments.preset)
-    config = first_layers(config, arguments.layers or config.num_hidden_layers)
+    console = console_of(arguments)
     saved = saved_layers(arguments.against) if arguments.against else None
     with console.status("capture"):
-        inspection = capture(lambda: V41ForCausalLM(config))
+        inspection = captured(arguments, changes=arguments.changes)
     told = values(inspection)
     if arguments.json:
         print(json.dumps(told, indent=1))

@@ -1,0 +1,236 @@
+"""passes, why-not and diff say what the passes did, of a preset or a file; their exit code is the verdict."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.tools.saved import runs, save
+from v41.passes import fold_sinkhorn, outline_mhc, reinplace_cache_writes
+from v41.passes.pipeline import PIPELINE
+from v41.report import Change, PassRun
+from v41.tools import pass_runs
+from v41.tools.cli import main
+from v41.tools.diff_command import lines
+from v41.tools.hints import GENERAL, HINTS, hint
+from v41.tools.pass_runs import saved_runs
+
+Run = Callable[..., tuple[int, list[str], str]]
+REFUSED = 'is refused by fold_sinkhorn: "keeps one eps"'
+
+
+@pytest.fixture(scope="module")
+def made() -> list[PassRun]:
+    return runs()
+
+
+@pytest.fixture
+def run(made: list[PassRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command on the saved run: exit code, lines of stdout, stderr."""
+    saved = save(tmp_path / "saved.json", made)
+
+    def command(*arguments: str) -> tuple[int, list[str], str]:
+        code = main([*arguments, "--run", str(saved)])
+        out, err = capsys.readouterr()
+        return code, [line.rstrip() for line in out.splitlines()], err
+
+    return command
+
+
+def test_a_saved_run_is_what_was_saved(made: list[PassRun], tmp_path: Path) -> None:
+    for key in ("graph", "graphs"):
+        again = saved_runs(save(tmp_path / "saved.json", made, key=key))
+        assert [each.changes for each in again] == [each.changes for each in made]
+        assert save(tmp_path / "again.json", again).read_text() == save(tmp_path / "saved.json", made).read_text()
+
+
+def test_passes_shows_every_pass_with_what_it_did(made: list[PassRun], run: Run) -> None:
+    code, table, _ = run("passes")
+    assert code == 0
+    assert " ".join(table[0].split()) == "pass sites applied refused nodes regions launches a step ms"
+    fold = next(line for line in table if line.startswith("fold_sinkhorn"))
+    before, after = made[1].nodes_before, made[1].nodes_after
+    launches = made[1].launches_before
+    assert fold.split()[1:-1] == f"3 2 1 {before} -> {after} 0 -> 2 {launches} -> {launches}".split()
+    assert [line.split()[0] for line in table if line.startswith(("refused", "failed"))] == ["refused", "failed"]
+    assert any(line.startswith("fail (off)") for line in table)
+
+
+def test_passes_as_json_has_the_same_facts_and_nothing_else_on_stdout(made: list[PassRun], run: Run) -> None:
+    code, out, _ = run("passes", "--json")
+    told = json.loads("\n".join(out))
+    assert code == 0 and [each["name"] for each in told] == [each.name for each in made]
+    assert (told[1]["applied"], told[1]["refused"], told[1]["regions_after"]) == (2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["passes"], 1), (["why-not", "fold_sinkhorn"], 1), (["why-not", "canonicalize"], 0),
+     (["why-not", "fail"], 1), (["diff", "fold_sinkhorn"], 1), (["diff", "canonicalize"], 0)],
+)  # fmt: skip
+def test_strictly_a_refusal_or_a_failure_is_the_verdict(arguments: list[str], code: int, run: Run) -> None:
+    assert run(*arguments)[0] == 0
+    assert run(*arguments, "--strict")[0] == code
+
+
+def test_why_not_names_rule_node_line_and_hint(made: list[PassRun], run: Run) -> None:
+    refusal = next(decision for decision in made[1].decisions if not decision.applied)
+    code, told, _ = run("why-not", "fold_sinkhorn")
+    assert code == 0 and told == [
+        f"{refusal.node} {REFUSED}",
+        f"  site       {refusal.source}",
+        f"  broken by  {refusal.culprit}  {refusal.culprit_source}",
+        "  hint       add the same eps in every step",
+    ]
+    assert "m / (m.sum(axis, keepdim=True)" in told[1] and "tools/saved.py:" in told[2]
+
+
+def test_why_not_of_a_site_shows_that_site_alone_applied_or_not(made: list[PassRun], run: Run) -> None:
+    applied, refused = made[1].decisions[0], made[1].decisions[2]
+    assert run("why-not", "fold_sinkhorn", refused.node)[1][0] == f"{refused.node} {REFUSED}"
+    _, told, _ = run("why-not", "fold_sinkhorn", applied.node)
+    assert told[0] == f"{applied.node} is applied by fold_sinkhorn, as a region sinkhorn" and len(told) == 2
+    (site,) = json.loads("\n".join(run("why-not", "fold_sinkhorn", refused.node, "--json")[1]))["sites"]
+    assert (site["rule"], site["culprit"], site["hint"]) == (refused.rule, refused.culprit, hint(refused))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("canonicalize", "canonicalize judged no site"), ("fail", "fail is off: KeyError: 'val'"),
+     ("outline_mhc", "outline_mhc judged no site: no mHC boundary found")],
+)  # fmt: skip
+def test_why_not_of_a_pass_without_sites_says_why(name: str, told: str, run: Run) -> None:
+    assert run("why-not", name)[1][0] == told
+
+
+def test_diff_shows_what_changed_and_what_is_alike_once(run: Run) -> None:
+    _, told, _ = run("diff", "fold_sinkhorn")
+    assert told[0].startswith("fold_sinkhorn   ") and told[0].endswith("0 -> 2 regions")
+    moved = [line for line in told if line.startswith("> ")]
+    assert len(moved) == 1 and moved[0].startswith("> 9 nodes into sinkhorn_0  from ")
+    assert moved[0].endswith("and 1 more like it")
+    added = [line for line in told if line.startswith("+ ")]
+    assert len(added) == 1 and "= region sinkhorn_0(" in added[0] and len(told) == 3
+    _, whole, _ = run("diff", "fold_sinkhorn", "--all")
+    assert len(whole) == 1 + 2 * 9 + 2  # every node of both chains, and both calls
+
+
+def test_diff_as_json_holds_every_change(made: list[PassRun], run: Run) -> None:
+    told = json.loads("\n".join(run("diff", "fold_sinkhorn", "--json")[1]))
+    assert [Change(**each) for each in told["changes"]] == made[1].changes
+
+
+def test_a_rewired_node_is_shown_as_it_was_and_as_it_is() -> None:
+    change = Change("rewired", "add_5", "aten.add.Tensor(view, 1)", "aten.add.Tensor(x, 1)", "m.py:3  y + 1")
+    assert [text for _, text in lines([change], everything=False)] == [
+        "~ add_5 = aten.add.Tensor(view, 1)",
+        "       -> aten.add.Tensor(x, 1)  m.py:3  y + 1",
+    ]
+
+
+def test_a_preset_is_captured_and_its_changes_are_asked_for_where_they_are_shown(
+    made: list[PassRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[bool] = []
+
+    def captured(arguments: Any, *, changes: bool = False) -> Any:
+        asked.append(changes)
+        return SimpleNamespace(report=SimpleNamespace(passes=made))
+
+    monkeypatch.setattr(pass_runs, "captured", captured)
+    for command in (["passes"], ["why-not", "fold_sinkhorn"], ["diff", "fold_sinkhorn"]):
+        assert main(command) == 0
+    assert asked == [False, False, True] and REFUSED in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["a file", "a preset"])
+def test_an_unknown_pass_is_refused_with_those_that_there_are(
+    source: str, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_runs, "capture", lambda build: pytest.fail("captured before the name was known"))
+    for command in ("why-not", "diff"):
+        code, told = (main([command, "fuse"]), []) if source == "a preset" else run(command, "fuse")[::2]
+        text = told or capsys.readouterr().err
+        assert code == 2 and "no pass 'fuse'" in text
+        assert all(each.name in text for each in PIPELINE)
+
+
+def test_an_unknown_site_is_refused_with_those_that_there_are(made: list[PassRun], run: Run) -> None:
+    code, out, told = run("why-not", "fold_sinkhorn", "view_999")
+    assert (code, out) == (2, []) and "judged no site 'view_999'" in told
+    assert ", ".join(decision.node for decision in made[1].decisions) in told
+    assert "no site was judged" in run("why-not", "canonicalize", "x")[2]
+
+
+def test_a_run_without_changes_cannot_be_diffed(
+    made: list[PassRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = copy.deepcopy(made)
+    for each in bare:
+        each.changes = None
+    assert main(["diff", "fold_sinkhorn", "--run", str(save(tmp_path / "bare.json", bare))]) == 2
+    assert "--json --changes" in capsys.readouterr().err
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no graph": lambda saved: saved.pop("graph"),
+    "two graphs": lambda saved: saved.update(graphs=[saved.pop("graph")] * 2),
+    "no passes": lambda saved: saved["graph"].pop("passes"),
+    "a pass without decisions": lambda saved: saved["graph"]["passes"][0].pop("decisions"),
+    "a name that is none": lambda saved: saved["graph"]["passes"][0].update(name=3),
+    "nodes that are no number": lambda saved: saved["graph"]["passes"][0].update(nodes_before="many"),
+    "a decision without a rule": lambda saved: saved["graph"]["passes"][1]["decisions"][0].pop("rule"),
+    "a verdict that is none": lambda saved: saved["graph"]["passes"][1]["decisions"][0].update(applied="yes"),
+    "a site without a name": lambda saved: saved["graph"]["passes"][1]["decisions"][0].update(node=None),
+    "a change that is a number": lambda saved: saved["graph"]["passes"][1]["changes"].append(3),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "no file", "half a file"])
+@pytest.mark.parametrize("command", [["passes"], ["why-not", "fold_sinkhorn"], ["diff", "fold_sinkhorn"]])
+def test_a_damaged_run_is_refused(
+    damage: str, command: list[str], made: list[PassRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path / "saved.json", made)
+    if damage in DAMAGES:
+        saved = json.loads(path.read_text())
+        DAMAGES[damage](saved)
+        path.write_text(json.dumps(saved))
+    elif damage == "no file":
+        path.unlink()
+    else:
+        path.write_text(path.read_text()[:1000])
+    assert main([*command, "--run", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and str(path) in captured.err and "holds no inspection" in captured.err
+
+
+def test_hints_are_of_rules_that_there_are_and_every_rule_of_these_passes_has_one(made: list[PassRun]) -> None:
+    mhc = [rule for rules in outline_mhc.RULES.values() for rule, _ in rules]
+    sentences = {*mhc, *dict(fold_sinkhorn.RULES), *dict(reinplace_cache_writes.RULES)}
+    assert HINTS.keys() == sentences
+    assert hint(made[1].decisions[2]) != GENERAL
+
+
+@pytest.mark.slow
+def test_the_tiny_preset_from_capture_to_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--preset", "tiny", "--layers", "2", "--json", "--changes"]) == 0
+    saved = tmp_path / "tiny.json"
+    saved.write_text(capsys.readouterr().out)
+    assert main(["passes", "--run", str(saved), "--strict", "--json"]) == 0
+    told = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    mhc = told["outline_mhc"]
+    assert mhc["launches_after"] < mhc["launches_before"] / 2  # boundaries are most of a step's kernels
+    assert mhc["applied"] == len([d for d in mhc["decisions"] if d["region"]["kind"].startswith("mhc_")]) > 4
+    assert main(["why-not", "outline_mhc", mhc["decisions"][0]["node"], "--run", str(saved)]) == 0
+    assert "is applied by outline_mhc, as a region mhc_boundary" in capsys.readouterr().out
+    for name, each in told.items():
+        assert main(["diff", name, "--run", str(saved)]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert 1 < len(shown) < len(each["changes"])

@@ -1,0 +1,35 @@
+"""hints: what to change in the model so that a rule holds, by the sentence that a pass refuses with."""
+
+from __future__ import annotations
+
+from v41.report import Decision
+
+HINTS = {
+    "alternates between the last two axes": "normalise rows and columns in turn, over dimensions -1 and -2",
+    "works on square matrices": "give the matrices as many rows as columns",
+    "keeps one eps": "add the same eps in every step",
+    "divides the same way in every step": "spell all steps alike: a division, or a product with the reciprocal",
+    "is read outside at its end only": "read the result of the last step, no step in between",
+    "no path leaves it and comes back": "feed nothing that is computed from a part of the boundary back into it",
+    "nothing is written in between, and no effect reads it there": "move the write before or behind the boundary",
+    "the streams are collapsed once, for one norm": "collapse once, and share the result between its readers",
+    "the collapse is sum_j pre_j X_j": "weigh each stream with its own pre, and sum over the streams alone",
+    "the carried pre comes from an earlier boundary": "collapse with the pre that the boundary before predicted",
+    "the post map is post_k y + sum_j comb_jk X_j": "add to each stream post times y and the streams mixed by comb",
+    "one pre, one post and one comb are predicted": "predict all three from one projection of the streams",
+    "the projection is divided by the RMS of the streams it reads": "take the RMS of the streams that are projected",
+    "there are as many streams as pre, post and rows of comb": "predict a pre, a post and a row of comb per stream",
+    "comb is one Sinkhorn chain": "see what the chain was refused for: v41 why-not fold_sinkhorn",
+    "ends a chain of known views and writes of the input": "write the cache by index, slice or copy_ alone",
+    "is not read in a state that a write has overwritten": "read the cache before the write, or what it holds after it",
+    "takes no values from the memory it writes": "clone what is read of the cache before it is written back",
+    "is neither written nor aliased by other operators": "write the cache in one way, and return no view of it",
+    "keeps the strides that views of its result rely on": "write into the cache as it lies in memory",
+    "is not returned as a value of its own": "return nothing: the caller has the cache already",
+}
+GENERAL = "change the line at fault so that the rule holds; meanwhile these nodes run as they are: right, only slower"
+
+
+def hint(decision: Decision) -> str:
+    """What to do about a refusal; without a hint of its own, what a refusal costs."""
+    return HINTS.get(str(decision.rule), GENERAL)

@@ -1,0 +1,78 @@
+"""`v41 why-not PASS [SITE]`: for each site that a pass refused, the rule that broke, the node at fault, and a hint.
+
+    view_212 is refused by outline_mhc: "the carried pre comes from an earlier boundary"
+      site       model_def/mhc.py:31  return (A * X).sum(1)
+      broken by  one_hot  model_def/model.py:97  A = one_hot(0, S).expand(T, S)
+      hint       collapse with the pre that the boundary before predicted
+
+With SITE, the name of a node in that list or in the report, that site alone, and an applied one with its region.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from v41.errors import UnknownSite
+from v41.report import Decision, PassRun
+from v41.tools.hints import hint
+from v41.tools.pass_runs import console_of, pass_named, runs_of
+from v41.tools.passes_command import troubled
+from v41.tools.report_view import decision_values
+
+LISTED = 20  # sites that an error names
+
+
+def why_not_command(arguments: Namespace) -> int:
+    console = console_of(arguments)
+    run = pass_named(runs_of(arguments, console), arguments.name)
+    assert run is not None
+    sites = judged(run, arguments.site)
+    if arguments.json:
+        print(json.dumps(values(run, sites), indent=1))
+    else:
+        for line in lines(run, sites):
+            console.print(Text(line), soft_wrap=True)
+    return int(arguments.strict and troubled(run))
+
+
+def judged(run: PassRun, site: str | None) -> list[Decision]:
+    """The refused sites, or those of that name. UnknownSite where there is none."""
+    if site is None:
+        return [decision for decision in run.decisions if not decision.applied]
+    found = [decision for decision in run.decisions if decision.node == site]
+    if not found:
+        names = [decision.node for decision in run.decisions]
+        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+        known = ", ".join(names[:LISTED]) + more if names else "no site was judged"
+        raise UnknownSite(f"v41 why-not {run.name}", run=run.name, site=site, known=known)
+    return found
+
+
+def lines(run: PassRun, sites: Sequence[Decision]) -> Iterator[str]:
+    if run.failure is not None:
+        yield f"{run.name} is off: {run.failure}"
+    elif not run.decisions:
+        yield f"{run.name} judged no site{f': {run.warning}' if run.warning else ''}"
+    elif not sites:
+        yield f"{run.name} refused nothing: it applied all of {len(run.decisions)} sites"
+    for decision in sites:
+        if decision.applied:
+            made = f", as a region {decision.region.kind}" if decision.region is not None else ""
+            yield f"{decision.node} is applied by {run.name}{made}"
+            yield f"  site       {decision.source}"
+            continue
+        yield f'{decision.node} is refused by {run.name}: "{decision.rule}"'
+        yield f"  site       {decision.source}"
+        yield f"  broken by  {decision.culprit}  {decision.culprit_source or 'unknown'}"
+        yield f"  hint       {hint(decision)}"
+
+
+def values(run: PassRun, sites: Sequence[Decision]) -> dict[str, Any]:
+    """The same facts as values json can write."""
+    told = [decision_values(each) | {"hint": None if each.applied else hint(each)} for each in sites]
+    return {"pass": run.name, "failure": run.failure, "warning": run.warning, "sites": told}
