@@ -245,20 +245,44 @@ def operator_facts(op: OpOverload) -> str:
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
 
 
+def custom_operators() -> dict[str, str]:
+    """`operator_facts` of every operator in this process that has a fake implementation from outside torch.
+
+    One whose parts leave no source has decomposed before a graph is compiled: what it is shows there.
+    """
+    from torch._library.simple_registry import singleton
+
+    found, shipped = {}, str(Path(torch.__file__).parent)
+    for name, entry in sorted(singleton._data.items()):
+        fake = entry.fake_impl.kernel
+        if fake is None or fake.source.startswith(shipped):
+            continue
+        path, _, overload = name.partition(".")
+        namespace, _, operator = path.partition("::")
+        with contextlib.suppress(NotStorable, AttributeError):
+            packet = getattr(getattr(torch.ops, namespace), operator)
+            found[name] = operator_facts(getattr(packet, overload or "default"))
+    return found
+
+
+# What its text tells in full, in code that is hashed.
+PLAIN = (str, bytes, int, float, complex, type(None), type(...), torch.dtype, torch.device, torch.layout)
+
+
 def code_hash(function: Any) -> str:
     """A hash of what a Python function says: its code, defaults, the functions and plain values that it reads."""
     told: list[str] = []
-    _tell(function, told, set())
+    _tell(function, told, {})
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
 
 
-def _tell(value: Any, told: list[str], seen: set[int]) -> None:
-    if isinstance(value, (str, bytes, int, float, type(None), type(...))):
+def _tell(value: Any, told: list[str], seen: dict[int, Any]) -> None:
+    if isinstance(value, PLAIN):
         told.append(value.hex() if isinstance(value, float) else f"{type(value).__name__} {value!r}")
         return
     if id(value) in seen:
         return
-    seen.add(id(value))
+    seen[id(value)] = value  # held, so that nothing else gets its id meanwhile
     code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
     if code is not None:
         told.append(code.co_code.hex())
@@ -266,11 +290,13 @@ def _tell(value: Any, told: list[str], seen: set[int]) -> None:
         parts += sorted((getattr(value, "__kwdefaults__", None) or {}).items())
         parts += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
         read = [getattr(value, "__globals__", {}).get(name) for name in code.co_names]
-        parts += [part for part in read if isinstance(part, (str, bytes, int, float, FunctionType))]
+        parts += [part for part in read if isinstance(part, (*PLAIN, FunctionType))]
     elif isinstance(value, (tuple, list)):
         parts = list(value)
     elif isinstance(value, (set, frozenset)):
         parts = sorted(value, key=repr)
+    elif isinstance(value, dict):
+        parts = [part for item in value.items() for part in item]
     else:  # an object: by its type and its own functions, a custom operator's for one
         told.append(f"{type(value).__module__}.{type(value).__qualname__}")
         own = getattr(value, "__dict__", {})
