@@ -16,6 +16,7 @@ from pathlib import Path
 from v41 import __version__
 from v41.options import CODEGENS
 
+PRESETS = "tiny, bench (90 GB) or flash (503 GB), with random weights"
 COMMANDS = {  # what runs each: a module of v41.tools and its function
     "generate": ("generate_command", "generate_command"),
     "inspect": ("inspect_command", "inspect_command"),
@@ -42,7 +43,7 @@ def add_inspect(command: argparse.ArgumentParser) -> None:
     command.description = "Captures a preset on tensors without storage, runs the passes, and shows what each layer is."
     command.add_argument("--preset", default="tiny", metavar="NAME", help="tiny, bench or flash (tiny)")
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers alone")
-    command.add_argument("--against", type=Path, metavar="FILE", help="show what differs from what --json wrote there")
+    command.add_argument("--against", type=Path, metavar="FILE", help="what differs from a saved --json; exit 1 if any")
     command.add_argument("--changes", action="store_true", help="with --json: what each pass changed, for v41 diff")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
 
@@ -50,20 +51,20 @@ def add_inspect(command: argparse.ArgumentParser) -> None:
 def add_passes(command: argparse.ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group()
     source.add_argument("--preset", default="tiny", metavar="NAME", help="capture it now: tiny, bench or flash (tiny)")
-    source.add_argument("--run", type=Path, metavar="FILE", help="read what inspect --json or generate --json wrote")
+    source.add_argument("--run", type=Path, metavar="FILE", help="read what inspect --json wrote, or generate --json")
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of the preset alone")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
     command.add_argument("--strict", action="store_true", help="exit with 1 where a site was refused or a pass failed")
 
 
 def add_why_not(command: argparse.ArgumentParser) -> None:
-    command.add_argument("name", metavar="PASS")
+    command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("site", metavar="SITE", nargs="?", help="the name of its node (all that were refused)")
     add_passes(command)
 
 
 def add_diff(command: argparse.ArgumentParser) -> None:
-    command.add_argument("name", metavar="PASS")
+    command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("--all", action="store_true", help="show each change, not one of many that are alike")
     add_passes(command)
 
@@ -71,36 +72,52 @@ def add_diff(command: argparse.ArgumentParser) -> None:
 def add_bench(command: argparse.ArgumentParser) -> None:
     cases = command.add_subparsers(dest="case", required=True, metavar="CASE")
     boundary = cases.add_parser("boundary", help="the mHC boundary: the generated kernel and its contenders")
-    boundary.add_argument("mode", nargs="?", choices=("bench", "check", "tune"), default="bench")
-    boundary.add_argument("--rows", type=positive, nargs="+", default=[1, 16, 64, 256, 1024, 4096])
+    modes = "bench: times (the default); check: values, bits and races; tune: times of many schedules"
+    boundary.add_argument("mode", nargs="?", choices=("bench", "check", "tune"), default="bench", help=modes)
+    rows = [1, 16, 64, 256, 1024, 4096]
+    boundary.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
     boundary.add_argument("--budget", type=float, default=420, help="seconds after which no contender starts (420)")
     boundary.add_argument("--workers", type=positive, default=12, help="processes that compile schedules (12)")
     agreement = cases.add_parser("agreement", help="whole models against eager, every codegen, beside an fp64 run")
     add_reading(agreement)
-    agreement.add_argument("--codegen", choices=CODEGENS, nargs="+", default=["eager", "inductor", "triton"])
+    add_codegens(agreement)
     capacity = cases.add_parser("capacity", help="time and bytes of a step at 1 and 64 fold cache capacity")
-    capacity.add_argument("--codegen", choices=CODEGENS, nargs="+", default=["eager", "inductor", "triton"])
+    add_codegens(capacity)
     program = cases.add_parser("program", help="whole steps: v41 against eager and the modes of torch.compile")
     add_program(program)
     for case in (boundary, agreement, capacity, program):
-        case.add_argument("--out", type=Path, help="where the JSON goes (tools/bench/results/)")
+        case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
+
+
+def add_codegens(command: argparse.ArgumentParser) -> None:
+    default = ["eager", "inductor", "triton"]
+    said = f"how pieces run: some of {spaced(CODEGENS)} ({spaced(default)})"
+    command.add_argument("--codegen", choices=CODEGENS, nargs="+", default=default, metavar="NAME", help=said)
 
 
 def add_program(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--preset", default="bench", metavar="NAME", help="a size, with random weights (bench)")
-    command.add_argument("--cut", action="store_true", help="four layers of it, one of each kind")
-    command.add_argument("--rows", type=positive, nargs="*", default=[1, 16, 64, 256], help="of steps of decoding")
-    command.add_argument("--prefill", type=positive, nargs="*", default=[1024, 8192], help="rows of steps that read")
-    command.add_argument("--context", type=positive, default=4096, help="tokens of each request that decodes (4096)")
+    rows, prefill = [1, 16, 64, 256], [1024, 8192]
     default = ["eager", "v41", "v41-uncaptured", "reduce-overhead", "compile"]
-    command.add_argument("--contenders", choices=[*default, "max-autotune"], nargs="+", default=default)
+    command.add_argument("--preset", default="bench", metavar="NAME", help=f"{PRESETS} (bench)")
+    command.add_argument("--cut", action="store_true", help="four layers of it, one of each kind")
+    command.add_argument("--rows", type=positive, nargs="*", default=rows, metavar="N",
+                         help=f"of steps that decode ({spaced(rows)}); none leaves them out")  # fmt: skip
+    command.add_argument("--prefill", type=positive, nargs="*", default=prefill, metavar="N",
+                         help=f"rows of steps that read ({spaced(prefill)}); none leaves them out")  # fmt: skip
+    command.add_argument("--context", type=positive, default=4096, metavar="N",
+                         help="tokens of each request that decodes (4096)")  # fmt: skip
+    command.add_argument("--contenders", choices=[*default, "max-autotune"], nargs="+", default=default, metavar="NAME",
+                         help=f"{spaced(default)} (these), max-autotune")  # fmt: skip
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how v41's pieces run (auto)")
     command.add_argument("--budget", type=float, default=480, help="seconds after which nothing starts (480)")
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: all but the times (cuda)")
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:
-    command.description = "Reads several prompts as one ragged batch and continues them with the compiled model."
+    command.description = (
+        "Reads several prompts as one ragged batch and continues them with the compiled model. "
+        "Exits with 1 where --compare-eager finds a row that fails."
+    )
     add_reading(command)
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
     command.add_argument("--compare-eager", action="store_true", help="feed eager's tokens to both and compare")
@@ -110,13 +127,17 @@ def add_generate(command: argparse.ArgumentParser) -> None:
 def add_reading(command: argparse.ArgumentParser) -> None:
     """Which model, on which device, reads and writes what."""
     source = command.add_mutually_exclusive_group()
-    source.add_argument("--preset", metavar="NAME", help="a size, with random weights (tiny)")
+    source.add_argument("--preset", metavar="NAME", help=f"{PRESETS} (tiny)")
     source.add_argument("--checkpoint", metavar="DIR", help="a folder with config.json and its tensors")
-    command.add_argument("--prompt", action="append", metavar="TEXT", help="read this instead; may be given again")
+    command.add_argument("--prompt", action="append", metavar="TEXT", help="read this; may be repeated (five prompts)")
     command.add_argument("--tokens", type=positive, default=16, metavar="N", help="tokens to write after each (16)")
     command.add_argument("--chunk", type=positive, default=64, metavar="N", help="rows of one prompt in a step (64)")
     command.add_argument("--device", default=None, help="cpu, cuda, ... (a GPU where there is one)")
-    command.add_argument("--seeds", type=positive, default=5, metavar="N", help="runs to compare (5)")
+    command.add_argument("--seeds", type=positive, default=5, metavar="N", help="models, or draws of one, to judge (5)")
+
+
+def spaced(values: Sequence[object]) -> str:
+    return " ".join(map(str, values))
 
 
 def positive(text: str) -> int:

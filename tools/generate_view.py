@@ -11,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from v41.model_def.config import V41Config
-from v41.regions import Region
 from v41.report import CompileReport
 from v41.tools.bytes import decode
 from v41.tools.compare import KL_LIMIT, Agreement, Row, join
-from v41.tools.report_view import as_json, show
+from v41.tools.report_view import as_json, region_name, show
 from v41.tools.tables import add, table
 
 if TYPE_CHECKING:
@@ -108,12 +107,6 @@ def regions_found(reports: list[CompileReport]) -> Counter[str]:
     """How many regions of each kind and form the passes made, in all graphs."""
     made = (decision.region for report in reports for run in report.passes for decision in run.decisions)
     return Counter(region_name(region) for region in made if region)
-
-
-def region_name(region: Region) -> str:
-    """Kind and form, or the kind alone where it says the form already."""
-    form = region.attrs.get("form")
-    return region.kind if form is None or region.kind.endswith(f"_{form}") else f"{region.kind} {form}"
 
 
 def regions_expected(config: V41Config) -> dict[str, int]:

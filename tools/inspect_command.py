@@ -4,7 +4,7 @@
     0      window          mhc_boundary entry #1, mhc_boundary seam #2                            4
     1      window, Engram  mhc_boundary seam #2, mhc_boundary seam #2, mhc_post #3                6
     #1     mhc_boundary  streams=4 hidden=5120 ...  in layers 0              one line for each set of attributes
-    refused  outline_mhc in layer 23: "the carried pre comes from an earlier boundary", broken by one_hot
+    refused  in layer 23: "the carried pre comes from an earlier boundary", broken by one_hot
              model_def/model.py:97  A = one_hot(0, S).expand(T, S)
 
 With --against it prints what differs from an inspection saved before.
@@ -26,7 +26,7 @@ from v41.tools.inspect import Inspection, LayerView, layers, role
 from v41.tools.inspect_changes import LayerValues, changes
 from v41.tools.pass_runs import captured, console_of
 from v41.tools.plan_view import artifacts_table
-from v41.tools.report_view import as_json, show
+from v41.tools.report_view import as_json, region_name, show
 from v41.tools.tables import add, table
 
 
@@ -66,7 +66,7 @@ def show_inspection(console: Console, inspection: Inspection) -> None:
     views, numbers = layers(inspection), numbered(inspection)
     by_layer = table("layer", "role", "regions", "pieces", left=3)
     for view in views:
-        found = ", ".join(f"{name_of(region)} #{numbers[text_of(region)]}" for region in view.regions)
+        found = ", ".join(f"{region_name(region)} #{numbers[text_of(region)]}" for region in view.regions)
         what = role(inspection.config, view.layer) if view.layer is not None else "before the first and after the last"
         add(by_layer, view.layer, what, found or None, len(view.pieces))
     console.print(by_layer)
@@ -95,15 +95,11 @@ def numbered(inspection: Inspection) -> dict[str, int]:
     return {text: number for number, text in enumerate(found, 1)}
 
 
-def name_of(region: Region) -> str:
-    return f"{region.kind} {region.attrs['form']}" if "form" in region.attrs else region.kind
-
-
 def brief(region: Region) -> str:
     """Kind and attributes without how the call is laid out: that follows from the outputs."""
     left_out = ("operands", "critical", "coefficients", "form")
     facts = (f"{name}={spelled(value)}" for name, value in region.attrs.items() if name not in left_out)
-    return "  ".join((name_of(region), " ".join(facts)))
+    return "  ".join((region_name(region), " ".join(facts)))
 
 
 def spelled(value: object) -> str:

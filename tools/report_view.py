@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from v41.regions import Region
 from v41.report import CompileReport, Decision, PassRun
 from v41.tools.captures_view import capture_remarks, capture_values, captures_table
 from v41.tools.plan_view import borders, borders_table, rounding_table, rounding_values
@@ -127,6 +128,12 @@ def options_table(report: CompileReport) -> Table:
     for name, (value, who) in report.options.items():
         add(made, name, str(value), who.splitlines()[0])
     return made
+
+
+def region_name(region: Region) -> str:
+    """Kind and form, or the kind alone where it says the form already."""
+    form = region.attrs.get("form")
+    return region.kind if form is None or region.kind.endswith(f"_{form}") else f"{region.kind} {form}"
 
 
 def as_json(reports: Sequence[CompileReport]) -> list[dict[str, Any]]:
