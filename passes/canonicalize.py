@@ -22,9 +22,9 @@ from typing import Any, cast
 from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
-from v41._compat import OpOverload, known_equal
+from v41._compat import OpOverload, equal_without_guards, known_equal
 from v41.passes.analysis.effects import bases, effect_of, written_args
-from v41.passes.matching import VIEWS, aten, fake, prims, programs, same_sizes
+from v41.passes.matching import VIEWS, aten, fake, prims, programs
 from v41.report import Decision
 
 COPIES = (aten.clone.default, aten._to_copy.default, prims.convert_element_type.default)
@@ -81,15 +81,14 @@ def _stand_in(node: Node, memory: _Memory) -> Node | None:
 
 
 def same_layout(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two fake tensors agree in dtype, device, shape, strides and offset, whatever their symbols stand for."""
-    return (
-        a is not None
-        and b is not None
-        and (a.dtype, a.device) == (b.dtype, b.device)
-        and same_sizes(tuple(a.shape), tuple(b.shape))
-        and same_sizes(tuple(a.stride()), tuple(b.stride()))
-        and known_equal(a.storage_offset(), b.storage_offset())
-    )
+    """Whether two fake tensors agree in dtype, device, shape, strides and offset, whatever their symbols stand for.
+
+    Sizes that only a guard makes equal are not: torch would derive other expressions from the one than from the other.
+    """
+    if a is None or b is None or (a.dtype, a.device, a.ndim) != (b.dtype, b.device, b.ndim):
+        return False
+    ours, theirs = ((*value.shape, *value.stride(), value.storage_offset()) for value in (a, b))
+    return all(map(equal_without_guards, ours, theirs))
 
 
 def _replace(node: Node, stand_in: Node | None) -> None:
@@ -208,6 +207,8 @@ def spell_view(node: Node) -> None:
     numbers = [size for size in value.shape if not isinstance(size, SymInt)]
     if len(value.shape) - len(numbers) > 1 or prod(numbers) == 0:
         return
+    if len(numbers) < len(value.shape) and not equal_without_guards(prod(source.shape), prod(value.shape)):
+        return  # torch would work out another expression for -1
     base: Any = node.args[0]
     if is_contiguous(value) and is_contiguous(source):
         while base.target is aten.view.default and is_contiguous(fake(base.args[0])):
@@ -225,7 +226,7 @@ def spell_expand(node: Node) -> None:
     if node.target is aten.expand.default and value is not None and source is not None:
         new = value.ndim - source.ndim
         old = zip(source.shape, value.shape[new:], node.args[1][new:], strict=True)  # type: ignore[index, arg-type]
-        kept = [-1 if known_equal(before, after) else size for before, after, size in old]
+        kept = [-1 if equal_without_guards(before, after) else size for before, after, size in old]
         node.args = (node.args[0], [*node.args[1][:new], *kept])  # type: ignore[index, misc]
 
 

@@ -152,6 +152,14 @@ def known_equal(*sizes: int | SymInt) -> bool:
     return all(statically_known_true(sizes[0] == size) for size in sizes[1:])
 
 
+def equal_without_guards(a: int | SymInt, b: int | SymInt) -> bool:
+    """Whether two sizes are equal whatever this compile guards on: then what torch derives from either is the same."""
+    equal: Any = a == b
+    if isinstance(equal, bool) or not known_equal(a, b):
+        return equal is True
+    return bool(equal.node.shape_env._maybe_evaluate_static(equal.node.expr, axioms=()))
+
+
 def graph_break(gm: GraphModule) -> str | None:
     """Why Dynamo ended this graph before the function did, with the user's line; None where it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)

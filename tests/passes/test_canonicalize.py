@@ -94,6 +94,17 @@ def test_a_bf16_round_trip_is_a_rounding_point() -> None:
     assert left[prims.convert_element_type.default] == 2
 
 
+def test_an_expand_that_a_guard_makes_a_no_op_stays() -> None:
+    def within_chunks(x: Tensor) -> Tensor:
+        """Products of the rows of each chunk of four; here one chunk, and the product is compiled for one."""
+        chunks = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 4)).reshape(2, 2, -1, 4, 2)
+        return chunks @ chunks.transpose(-1, -2)
+
+    gm = trace(within_chunks, torch.randn(3, 8), backed=True)
+    check_pass(canonicalize, gm, rows=(1, 4))
+    assert operators(gm)[aten.expand.default] == 2
+
+
 def test_other_powers_and_integer_powers_stay() -> None:
     assert spell(lambda x: (x**3, x**0.5), matrix())[aten.pow.Tensor_Scalar] == 2
     assert spell(lambda x: x.long() ** 2, matrix())[aten.pow.Tensor_Scalar] == 1
