@@ -30,8 +30,10 @@ def test_the_commands_of_the_readme_exist() -> None:
     targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"make (?:\w+=\S+ )?([\w.-]+)", README))
     assert {"demo", "test"} <= named <= targets
-    lines = [line.split() for line in re.findall(r"`v41 ((?:generate|inspect)[^`\n]*)`", README)]
-    assert {line[0] for line in lines} == {"generate", "inspect"}
+    names = "generate|inspect|passes|why-not|diff"
+    told = re.findall(rf"(?:`|\$ )v41 ((?:{names})[^`\n#]*)", README)
+    lines = [line.split() for line in told]
+    assert {line[0] for line in lines} == {*names.split("|")}
     for line in lines:
         if "--help" not in line:
             assert parser().parse_args(line).command == line[0]

@@ -42,6 +42,12 @@ def read_too_early(gm: GraphModule) -> None:
     only(gm, aten.index_put.default).append(next(regions(gm)))
 
 
+def make_a_region_not_convex(gm: GraphModule) -> None:
+    """It reads what is computed from its result: a path leaves it and comes back."""
+    call = next(regions(gm))
+    call.args = (*call.args[:-1], only(gm, aten.index_put.default))
+
+
 def lose_a_body(gm: GraphModule) -> None:
     delattr(gm, str(next(regions(gm)).args[0].target))  # type: ignore[union-attr]
 
@@ -125,6 +131,7 @@ def has(gm: GraphModule, target: object) -> bool:
 
 DAMAGES: dict[Callable[[GraphModule], None], str] = {
     read_too_early: "reads nothing before it is made",
+    make_a_region_not_convex: "reads nothing before it is made",
     lose_a_body: "reads nothing before it is made",
     forget_an_operand: "holds well-formed regions",
     put_an_effect_into_a_region: "holds well-formed regions",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.tools.saved import runs, save
+from v41.model_def.config import V41Config
 from v41.passes import fold_sinkhorn, outline_mhc, reinplace_cache_writes
 from v41.passes.pipeline import PIPELINE
 from v41.report import Change, PassRun
@@ -19,6 +20,7 @@ from v41.tools import pass_runs
 from v41.tools.cli import main
 from v41.tools.diff_command import lines
 from v41.tools.hints import GENERAL, HINTS, hint
+from v41.tools.inspect import first_layers
 from v41.tools.pass_runs import saved_runs
 
 Run = Callable[..., tuple[int, list[str], str]]
@@ -226,11 +228,16 @@ def test_the_tiny_preset_from_capture_to_file(tmp_path: Path, capsys: pytest.Cap
     assert main(["passes", "--run", str(saved), "--strict", "--json"]) == 0
     told = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
     mhc = told["outline_mhc"]
-    assert mhc["launches_after"] < mhc["launches_before"] / 2  # boundaries are most of a step's kernels
-    assert mhc["applied"] == len([d for d in mhc["decisions"] if d["region"]["kind"].startswith("mhc_")]) > 4
+    regions = [decision["region"]["kind"] for decision in mhc["decisions"]]
+    config = V41Config.preset("tiny")
+    chain = 3 * (2 * config.hc_sinkhorn_iters - 1)  # sum, add and div a step of Sinkhorn
+    assert mhc["launches_before"] - mhc["launches_after"] > chain * regions.count("mhc_boundary") > 0
+    sites = first_layers(config, 2).boundary_sites()
+    assert mhc["applied"] == len(regions) == sites.coefficient_sites + sites.after_engram + sites.exit
     assert main(["why-not", "outline_mhc", mhc["decisions"][0]["node"], "--run", str(saved)]) == 0
     assert "is applied by outline_mhc, as a region mhc_boundary" in capsys.readouterr().out
     for name, each in told.items():
         assert main(["diff", name, "--run", str(saved)]) == 0
-        shown = capsys.readouterr().out.splitlines()
-        assert 1 < len(shown) < len(each["changes"])
+        head, *shown = capsys.readouterr().out.splitlines()
+        assert head.startswith(name)
+        assert 0 < sum(line.startswith(tuple("+-~>")) for line in shown) <= len(each["changes"])

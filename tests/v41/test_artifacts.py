@@ -19,6 +19,7 @@ import torch._inductor.config
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._inductor.compiler_bisector import CompilerBisector
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
@@ -389,8 +390,12 @@ def test_off_says_why(monkeypatch: pytest.MonkeyPatch, store: ArtifactStore) -> 
         torch.compile(scaled(2.0), backend="v41", options={"codegen": "eager"})(*X)
     monkeypatch.setenv("V41_CACHE_DIR", "off")
     told = [reports[0].cache, more[0].cache, again()[0].cache]
+    monkeypatch.delenv("V41_CACHE_DIR")
+    with monkeypatch.context() as bisecting:
+        bisecting.setattr(CompilerBisector, "bisection_enabled", True)
+        told.append(again()[0].cache)
     assert told[0] == "off: options" and told[1].startswith("off: collect(programs=True)")
-    assert told[2] == "off: V41_CACHE_DIR=off"
+    assert told[2] == "off: V41_CACHE_DIR=off" and told[3] == "off: torch's bisector switches passes off"
     assert not store.directory.exists()
 
 
