@@ -15,7 +15,7 @@ from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.bench import program, timing
 from v41.tools.bench.contenders import INDUCTOR, MARK, NAMES, without_regions
-from v41.tools.bench.program import in_turn, memory, ratios
+from v41.tools.bench.program import in_turn, line, memory, ratios
 from v41.tools.bench.program_cases import Case, cut, floor_us, prepare, weight_bytes
 from v41.tools.cli import main
 
@@ -136,6 +136,12 @@ def test_ratios_and_memory() -> None:
     }}  # fmt: skip
     contenders = {"v41": {"compiles": [{"captures": {"pool_bytes": 7}}, {"captures": None}]}}
     assert memory({"records": records, "contenders": contenders}) == {"graphs": 7, "largest step uncaptured": 5}
+
+
+def test_a_line_tells_times_where_there_are_any() -> None:
+    record = {"contender": "v41", "case": "decode 1", "floor_us": 1.8}
+    assert "not timed, floor 1.8" in line(record) and "None" not in line(record)
+    assert "7.5 us, host 3.0, floor 1.8" in line({**record, "us": 7.5, "host_us": 3.0})
 
 
 def test_kernels_by_origin_and_the_costliest() -> None:

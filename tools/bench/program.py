@@ -217,7 +217,8 @@ def memory(result: Record) -> dict[str, int]:
 
 
 def line(record: Record) -> str:
-    told = record.get("error") or f"{record.get('us')} us, floor {record['floor_us']}, host {record.get('host_us')}"
+    timed = f"{record['us']} us, host {record['host_us']}" if "us" in record else "not timed"
+    told = record.get("error") or f"{timed}, floor {record['floor_us']}"
     rows = record.get("agreement")
     judged = f", KL {rows['max_kl']:.2g}, {rows['failed']} of {rows['rows']} fail" if rows else ""
     return f"{record['contender']:<16}{record['case']:<14}{told}{judged}  ({record.get('seconds', 0)} s)"
