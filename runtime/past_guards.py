@@ -6,14 +6,15 @@
 Dynamo reads and guards every parameter at every call: some hundred µs for a model of hundreds of them, more than all
 else on the host. Here a call checks what a graph rests on, in this order:
 
-    arguments    shape, dtype and number of the tensors in each; numbers beside them; an argument none of whose tensors
-                 changes its size (a cache) is the same object
+    arguments    shape, dtype and number of the tensors in each; what numbers, words, types and containers beside them
+                 are, to the bit; an argument none of whose tensors changes its size (a cache) is the same object
     addresses    of every parameter, buffer and cache tensor: one comparison in C++
     modules      no parameter, buffer or module was registered in the model since (hooks that torch offers)
     modes        of gradients, inference, autocast, the default dtype and the model's training
 
 Anything else than before goes through the compiled model and its guards. What is not seen: another plain attribute (an
-eps) or forward hook of a module; `forget()` after such a change.
+eps) or forward hook of a module, or of an argument's object that holds no tensor; other strides at the same address; a
+parameter put past `register_parameter`, as torch.func.functional_call does. `forget()` after such a change.
 """
 
 from __future__ import annotations
@@ -22,14 +23,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from v41._compat import modes_around, on_registration, same_addresses
 from v41.runtime.replay import WATCHER, Seen, Whole
 
 Leaves = Callable[[tuple[Any, ...]], tuple[list[Tensor], tuple[Any, ...]]]
+
+MOST = 4096  # routes: more than a model's buckets make, so a number that is another every step fills no memory
+PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, type, torch.dtype, torch.device, torch.memory_format)
 
 
 def past_guards(compiled: Callable[..., Any]) -> PastGuards:
@@ -78,13 +84,14 @@ class PastGuards:
             return self._learn(args)
         key = (told, modes_around(), self.model is not None and self.model.training)
         route = self.routes.get(key)
-        if route is None or not route.fits(args, leaves):
-            return self._learn(args)
-        owner = route.whole.owner
-        with owner.lock:
-            result = route.whole.replay([leaves[i] for i in route.moving])[route.result]
-            owner.log.host_ns += time.perf_counter_ns() - start
-        return result
+        if route is not None:
+            owner = route.whole.owner
+            with owner.lock:  # another thread may be about to drop the graph
+                if route.fits(args, leaves):
+                    result = route.whole.replay([leaves[i] for i in route.moving])[route.result]
+                    owner.log.host_ns += time.perf_counter_ns() - start
+                    return result
+        return self._learn(args)
 
     def forget(self) -> None:
         """Sends the next call of every size through the compiled model."""
@@ -103,6 +110,8 @@ class PastGuards:
             leaves, told = self.read(args)
             route = route_of(seen[0], seen[0].whole, args, leaves, result)
             if route is not None:
+                if len(self.routes) >= MOST:
+                    self.routes.clear()
                 key = (told, modes_around(), self.model is not None and self.model.training)
                 self.routes[key] = route
         return result
@@ -145,7 +154,7 @@ def reader(args: tuple[Any, ...]) -> Leaves:
     found = [(kind, path) for i, arg in enumerate(args) for kind, path in _parts(arg, f"a{i}")]
     tensors = [path for kind, path in found if kind == "tensor"]
     names = [f"t{i}" for i in range(len(tensors))]
-    others = [f"len({path})" if kind == "container" else path for kind, path in found if kind != "tensor"]
+    others = [f"type({path})" if kind == "object" else f"exactly({path})" for kind, path in found if kind != "tensor"]
     told = [*(f"{name}.shape" for name in names), *(f"{name}.dtype" for name in names), *others]
     lines = [
         "def read(args):",
@@ -153,9 +162,22 @@ def reader(args: tuple[Any, ...]) -> Leaves:
         *(f"    {name} = {path}" for name, path in zip(names, tensors, strict=True)),
         f"    return [{', '.join(names)}], ({' '.join(f'{each},' for each in told)})",
     ]
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"exactly": exactly}
     exec("\n".join(lines), scope)
     return scope["read"]
+
+
+def exactly(value: Any) -> tuple[object, ...]:
+    """Equal only for what a program cannot tell apart: 2 is not 2.0 nor True, 0.0 not -0.0, NaN is NaN. Of a container
+    its type, length and keys."""
+    kind = type(value)
+    if isinstance(value, (tuple, list)):
+        return kind, len(value)
+    if isinstance(value, Mapping):
+        return kind, tuple(value)
+    if not isinstance(value, PLAIN):
+        raise TypeError(f"a {kind.__name__}, where there was none")
+    return kind, repr(value) if isinstance(value, (float, complex)) else value
 
 
 def paths(value: Any, path: str) -> list[str]:
@@ -164,21 +186,21 @@ def paths(value: Any, path: str) -> list[str]:
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Tensors, containers of tensors, and the numbers and words beside them; objects without a tensor are passed by."""
+    """Tensors, what holds them, containers, plain values beside them; other objects without a tensor are passed by."""
     if isinstance(value, Tensor):
         yield "tensor", path
-    elif isinstance(value, (bool, int, float, str)) or value is None:
+    elif isinstance(value, PLAIN):
         yield "constant", path
-    else:
-        items: list[tuple[str, Any]] = []
-        if is_dataclass(value) and not isinstance(value, type):
-            items = [(f"{path}.{field.name}", getattr(value, field.name)) for field in fields(value)]
-        elif isinstance(value, Mapping):
-            items = [(f"{path}[{key!r}]", item) for key, item in value.items()]
-        elif isinstance(value, (tuple, list)):
-            items = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
-        inside = [part for name, item in items for part in _parts(item, name)]
+    elif is_dataclass(value):
+        inside = [part for f in fields(value) for part in _parts(getattr(value, f.name), f"{path}.{f.name}")]
         if any(kind == "tensor" for kind, _ in inside):
-            if not is_dataclass(value):
-                yield "container", path
-            yield from inside
+            yield from [("object", path), *inside]
+    elif isinstance(value, (tuple, list)):
+        yield "container", path
+        for i, item in enumerate(value):
+            yield from _parts(item, f"{path}[{i}]")
+    elif isinstance(value, Mapping):
+        yield "container", path
+        for i, (key, item) in enumerate(value.items()):
+            spelled = f"[{key!r}]" if type(key) in (int, str) else f"[tuple({path})[{i}]]"
+            yield from _parts(item, f"{path}{spelled}")

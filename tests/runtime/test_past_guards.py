@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._dynamo.decorators import mark_unbacked
 
 import v41
 from tests.cpu_graphs import CpuGraphs, record_captures
+from v41.runtime import past_guards
 from v41.runtime.past_guards import PastGuards, paths, reader
 
 WIDTH = 4
@@ -129,9 +131,7 @@ CHANGES: dict[str, Callable[[Calls], Any]] = {
     "a buffer is": lambda calls: new_buffer(calls.model),
     "weights are loaded": lambda calls: loaded(calls.model),
     "training": lambda calls: calls.model.train(),
-    "another state": lambda calls: [
-        calls.states.__setitem__(i, State(7, (torch.full((), 9.0),))) for i in range(2)
-    ],
+    "another state": lambda calls: [calls.states.__setitem__(i, State(7, (torch.full((), 9.0),))) for i in range(2)],
     "another state of the same tensors": lambda calls: [
         calls.states.__setitem__(i, replace(state, shift=Shift(5))) for i, state in enumerate(calls.states)
     ],
@@ -160,6 +160,63 @@ def test_another_argument_is_seen(calls: Calls, other: Rows) -> None:
     else:
         assert calls(other) == 1
     assert calls(rows(2)) <= 1  # what was learned of the other shape may have taken its place
+
+
+class Unit(Enum):
+    RADIAN = 1.0
+    DEGREE = 57.0
+
+
+def scaled(given: Any) -> Tensor:
+    x, factor = given["x"], given["by"]
+    while isinstance(factor, (tuple, list, dict)):
+        factor = factor[0]
+    if isinstance(factor, Unit):
+        factor = factor.value
+    return x.to(factor) if isinstance(factor, torch.dtype) else x * factor
+
+
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "types of numbers": (2, 2.0),
+    "bools": (1, True),
+    "numbers in a tuple": ((2,), (3,)),
+    "numbers in a dict": ({0: 2}, {0: 3}),
+    "containers": ((2,), [2]),
+    "dtypes": (torch.float16, torch.bfloat16),
+    "enums": (Unit.RADIAN, Unit.DEGREE),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_what_lies_beside_a_tensor_is_seen(monkeypatch: pytest.MonkeyPatch, pair: str) -> None:
+    record_captures(monkeypatch)
+    torch.compiler.reset()
+    step = PastGuards(torch.compile(scaled, backend="v41", fullgraph=True))
+    with torch.no_grad():
+        for by in [*[PAIRS[pair][0]] * 4, *[PAIRS[pair][1]] * 4, PAIRS[pair][0]]:
+            x = torch.arange(1, 5)
+            mark_unbacked(x, 0, shape_id="rows")
+            given = {Unit.RADIAN: None, "x": x, "by": by}
+            torch.testing.assert_close(step(given), scaled(given), rtol=0, atol=0)
+    assert step.routes, "some of them were graphs"
+
+
+def test_a_list_changed_in_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_captures(monkeypatch)
+    torch.compiler.reset()
+    step, factors = PastGuards(torch.compile(lambda x, by: x * by[0], backend="v41", fullgraph=True)), [2]
+    with torch.no_grad():
+        for factors[0] in (2, 2, 2, 2, 3):
+            x = torch.ones(4)
+            mark_unbacked(x, 0, shape_id="rows")
+            assert step(x, factors)[0] == factors[0]
+
+
+def test_routes_of_numbers_that_never_come_again_are_dropped(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past_guards, "MOST", 2)
+    for n in (1, 2, 4, 8):
+        assert [calls(rows(n)) for _ in range(3)] == [1, 1, 0]
+        assert len(calls.step.routes) <= 2
 
 
 def test_weights_changed_in_place_are_read(calls: Calls) -> None:
@@ -197,3 +254,9 @@ def test_a_reader_reads_tensors_and_tells_the_rest() -> None:
     assert read((replace(given, note=1), state))[1] == told
     assert read((replace(given, scale=1), state))[1] != told
     assert read((given, replace(state, sums=(*state.sums, given.x))))[1] != told
+    nan, zero, minus = (read_of(given, value) for value in (float("nan"), 0.0, -0.0))
+    assert zero != minus and nan == read_of(given, float("nan"))
+
+
+def read_of(*args: Any) -> tuple[Any, ...]:
+    return reader(args)(args)[1]
