@@ -75,14 +75,15 @@ def run_pipeline(
     lines = lines_of(gm) if programs else None
     runs: list[PassRun] = []
     off: dict[PassFunction, str] = {}  # passes that did not run, or were undone
+    size = counts(gm, CUT_AT)
     for each in passes:
         missing = next((need.__name__ for need in each.needs if need in off), None)
         if missing is not None or not each.enabled:
             why = f"needs {missing}, which is off" if missing is not None else "switched off in the list of passes"
-            size = counts(gm, CUT_AT)
             run = _run_of(each, [], size, size, 0.0, failure=why)
         else:
-            gm, run = _run(gm, each, known, values=check == NUMERIC, strict=strict)
+            gm, run = _run(gm, each, known, size, values=check == NUMERIC, strict=strict)
+            size = Counts(run.nodes_after, run.regions_after, run.launches_after)
         if run.failure is not None:
             off[each.run] = run.failure
         elif known is not None and each.breaks:
@@ -97,9 +98,9 @@ def run_pipeline(
 
 
 def _run(
-    gm: GraphModule, each: Pass, known: Facts | None, *, values: bool, strict: bool
+    gm: GraphModule, each: Pass, known: Facts | None, before: Counts, *, values: bool, strict: bool
 ) -> tuple[GraphModule, PassRun]:
-    before, restore, start = counts(gm, CUT_AT), kept(gm), time.perf_counter()
+    restore, start = kept(gm), time.perf_counter()
     failure = warning = None
     decisions: list[Decision] | None = None
     try:
@@ -116,7 +117,8 @@ def _run(
     if decisions is None and failure is None:
         failure = "switched off by torch (disabled_passes or its bisector)"
     milliseconds = (time.perf_counter() - start) * 1e3
-    made = _run_of(each, decisions or [], before, counts(gm, CUT_AT), milliseconds, failure)
+    after = before if failure else counts(gm, CUT_AT)
+    made = _run_of(each, decisions or [], before, after, milliseconds, failure)
     made.warning = warning
     return gm, made
 
