@@ -35,6 +35,12 @@ def test_each_codegen_is_judged_by_one_eager_run(damaged: bool, tmp_path: Path, 
     assert (found["codegens"]["inductor"]["failed"] > 0) == damaged
 
 
+def test_a_codegen_without_a_device_is_refused_before_there_is_a_model(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("v41.tools.bench.agreement.build_model", None)
+    assert main(COMMAND) == 2
+    assert "codegen triton cannot run" in capsys.readouterr().err
+
+
 def test_a_ratio_is_the_larger_capacity_over_the_smaller() -> None:
     assert ratios_of({64: {"us": 3.0, "bytes": 10}, 1: {"us": 2.0, "bytes": 10}}) == {"us": 1.5, "bytes": 1.0}
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from v41.backend import effective_codegen
+from v41.options import Options
 from v41.report import collect
 from v41.tools.bench import timing
 from v41.tools.bytes import encode, packaged_prompts
@@ -31,6 +33,8 @@ EXACT = "fp64"
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench agreement` does; 1 where a row of a codegen breaks the criterion."""
     device = checked_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    for name in arguments.codegen:
+        effective_codegen(Options(codegen=name), torch.device(device))  # refuses what would fail after the others
     started = time.perf_counter()
     source = Path(arguments.checkpoint).name if arguments.checkpoint else f"preset {preset(arguments)}"
     result: dict[str, Any] = {"case": "agreement", "model": source, **timing.provenance()}
