@@ -22,6 +22,9 @@ from torch import SymBool, SymFloat, SymInt
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+# which kernels scaled_dot_product_attention may become, on a CPU too
+ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+
 
 class NotStorable(Exception):
     """Says why a compiled program cannot be stored, or its key not be told."""
@@ -215,6 +218,7 @@ def modes() -> dict[str, str]:
         "default dtype": str(torch.get_default_dtype()),
         "default device": str(torch.get_default_device()),
         "matmul precision": torch.get_float32_matmul_precision(),
+        "attention": ", ".join(name for name in ATTENTION if getattr(torch.backends.cuda, name)()),
     }
 
 

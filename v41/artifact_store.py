@@ -23,6 +23,7 @@ import json
 import os
 import pickle
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ FORMAT = b"v41 program 1\n"
 SUM = 64  # hexadecimal digits of a SHA-256
 LIMIT = 4 << 30  # bytes
 NEIGHBOURS = 64  # entries looked at, newest first, to say what differs
+ABANDONED = 3600  # seconds after which nobody is still writing a file
 
 
 class ArtifactCacheWarning(UserWarning):
@@ -116,13 +118,22 @@ class ArtifactStore:
         content = FORMAT + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.directory, suffix=".writing", delete=False) as file:
-                file.write(content)
-            os.replace(file.name, self.path(key))
+            self._write(content, self.path(key))
             self.trim()
         except OSError as error:
             return self._unusable(self.path(key), str(error)).why
         return None
+
+    def _write(self, content: bytes, path: Path) -> None:
+        """All of it or nothing: no part of a file stays where the disk is full or `path` cannot be replaced."""
+        with tempfile.NamedTemporaryFile(dir=self.directory, suffix=".writing", delete=False) as file:
+            try:
+                file.write(content)
+                file.flush()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
 
     def nearest(self, key: Key) -> str:
         """What differs from the entry most like `key`, among the newest."""
@@ -133,7 +144,12 @@ class ArtifactStore:
         return "nearest entry differs in " + "; ".join(least)
 
     def trim(self, limit: int = LIMIT) -> None:
-        """Deletes the entries longest unused until the rest takes no more than `limit` bytes."""
+        """Deletes the entries longest unused until the rest takes no more than `limit` bytes, and files that a process
+        which was killed left half written."""
+        for path in self.directory.glob("*.writing"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < time.time() - ABANDONED:
+                    path.unlink()
         facts = [(stat.st_mtime, stat.st_size, path) for path, stat in self._entries()]
         total = sum(size for _, size, _ in facts)
         for _, size, path in sorted(facts):
@@ -155,8 +171,9 @@ class ArtifactStore:
             try:
                 with path.open("rb") as file:
                     head = file.read(len(FORMAT) + SUM + 1)
-                    if head.startswith(FORMAT):
-                        yield json.loads(file.readline())
+                    parts = json.loads(file.readline()) if head.startswith(FORMAT) else None
+                if isinstance(parts, dict) and all(isinstance(told, dict) for told in parts.values()):
+                    yield parts
             except (OSError, ValueError):
                 continue  # it only helps to explain a miss
 
@@ -191,6 +208,11 @@ def open_store() -> ArtifactStore | str:
     named = os.environ.get("V41_CACHE_DIR")
     if named == "off":
         return "V41_CACHE_DIR=off"
+    if named:
+        return ArtifactStore(Path(named))
     root = os.environ.get("XDG_CACHE_HOME")
-    default = (Path(root) if root else Path.home() / ".cache") / "v41" / "programs"
-    return ArtifactStore(Path(named) if named else default)
+    try:
+        cache = Path(root) if root else Path.home() / ".cache"
+    except RuntimeError:
+        return "no home directory, and V41_CACHE_DIR names no other"
+    return ArtifactStore(cache / "v41" / "programs")

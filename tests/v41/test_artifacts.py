@@ -191,6 +191,7 @@ def test_what_differs_is_named(change: str) -> None:
 
 @pytest.mark.parametrize("part, patch", [
     ("torch: matmul precision", lambda m: m.setattr(torch, "get_float32_matmul_precision", lambda: "high")),
+    ("torch: attention", lambda m: m.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)),
     ("environment: TRITON_INTERPRET", lambda m: m.setenv("TRITON_INTERPRET", "1")),
     ("versions: torch", lambda m: m.setattr(torch, "__version__", "9.9")),
     ("device: capability", lambda m: m.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "other")),
@@ -365,6 +366,43 @@ def test_a_directory_that_cannot_be_written_is_a_warning(store: ArtifactStore) -
         report, results = again()
     assert report.cache.startswith("miss: ") and "not stored: " in report.cache
     assert plain(results) == expected()
+
+
+def test_a_write_that_fails_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    store.path(ANY).mkdir()  # what cannot be replaced
+    with pytest.warns(ArtifactCacheWarning, match=store.path(ANY).name):
+        assert store.put(ANY, 1) is not None
+    assert list(tmp_path.iterdir()) == [store.path(ANY)]
+
+
+def test_what_a_killed_process_was_writing_is_deleted_later(tmp_path: Path) -> None:
+    left, now = tmp_path / "left.writing", tmp_path / "now.writing"
+    for path in (left, now):
+        path.write_bytes(b"v41")
+    os.utime(left, (0, 0))
+    written(tmp_path, 1)
+    assert not left.exists() and now.exists()
+
+
+@pytest.mark.parametrize("head", ["null", "[]", '{"a": 1}'])
+def test_a_neighbour_with_no_key_explains_nothing(tmp_path: Path, head: str) -> None:
+    path = written(tmp_path, 1)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:2], head.encode(), *lines[3:]]))
+    assert ArtifactStore(tmp_path).get(Key({"program": {"wiring": "2"}})) == Miss("the store is empty")
+
+
+def test_without_a_home_there_is_no_store_but_a_named_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("V41_CACHE_DIR", str(tmp_path))
+    assert artifact_store.open_store() == ArtifactStore(tmp_path)
+    monkeypatch.delenv("V41_CACHE_DIR")
+    assert artifact_store.open_store() == "no home directory, and V41_CACHE_DIR names no other"
 
 
 def test_the_store_keeps_what_was_used_last(tmp_path: Path) -> None:
