@@ -43,7 +43,8 @@ class Buckets:
     def __post_init__(self) -> None:
         for name in ("decode", "prefill", "blocks"):
             rungs = getattr(self, name)
-            if not rungs or list(rungs) != sorted({*rungs}) or not all(type(n) is int and n > 0 for n in rungs):
+            whole = isinstance(rungs, tuple | list) and all(type(n) is int and n > 0 for n in rungs)
+            if not whole or not rungs or list(rungs) != sorted({*rungs}):
                 raise LadderNotAscending(f"Buckets({name}=...)", ladder=name, rungs=rungs)
 
     def ladder(self, size: str) -> tuple[int, ...] | None:

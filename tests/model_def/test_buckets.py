@@ -76,7 +76,7 @@ def test_ladders_by_the_name_of_a_size() -> None:
     assert ladders.ladder("tokens.0") is None and ladders.whole == {"rows": 2, "longest": 1}
 
 
-@pytest.mark.parametrize("rungs", [(), (0, 1), (2, 1), (1, 1), (1, 2.5), [1, True]])
+@pytest.mark.parametrize("rungs", [(), (0, 1), (2, 1), (1, 1), (1, 2.5), [1, True], 3, ("a", 1), {1}])
 def test_a_ladder_that_does_not_ascend_is_refused(rungs: object) -> None:
     with pytest.raises(LadderNotAscending, match="prefill"):
         Buckets(prefill=rungs)  # type: ignore[arg-type]
