@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
 import torch
 
 from tests.conftest import ROOT
+from v41.options import Options
+from v41.passes.pipeline import PIPELINE
 from v41.tools.cli import parser
 
 README = (ROOT / "README.md").read_text()
@@ -30,10 +33,25 @@ def test_the_commands_of_the_readme_exist() -> None:
     targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"make (?:\w+=\S+ )?([\w.-]+)", README))
     assert {"demo", "test"} <= named <= targets
-    names = "generate|inspect|passes|why-not|diff"
+    names = "generate|inspect|passes|why-not|diff|bench"
     told = re.findall(rf"(?:`|\$ )v41 ((?:{names})[^`\n#]*)", README)
     lines = [line.split() for line in told]
     assert {line[0] for line in lines} == {*names.split("|")}
     for line in lines:
         if "--help" not in line:
             assert parser().parse_args(line).command == line[0]
+
+
+def test_the_options_of_the_readme_are_those_there_are() -> None:
+    told = re.findall(r"^\| `(\w+)` \| (.+?) \|", README, re.MULTILINE)
+    assert [name for name, _ in told] == [field.name for field in fields(Options)]
+    for (_, values), field in zip(told, fields(Options), strict=True):
+        default = re.search(r"`(\S+)` \(default\)", values)
+        assert (default[1].strip('"') if default else "None") == str(field.default)
+
+
+def test_the_tables_of_the_readme_show_the_passes_there_are() -> None:
+    tables = re.findall(r"^pass  .+\n((?:.+\n)+)", README, re.MULTILINE)
+    assert len(tables) == 2  # of the demo, and of `v41 passes`
+    for rows in tables:
+        assert [row.split()[0] for row in rows.splitlines()] == [each.name for each in PIPELINE]
