@@ -5,7 +5,8 @@
     check_values(before, after, name=)    InvariantBroken naming the first node that differs; or why none could tell
 
 Integers are drawn below the size of what they index, where the graph says so, else from 0 and 1, which index nearly
-everything. Inputs on which the program before a pass does not run itself tell nothing about the pass.
+everything; divisors are not 0. Inputs on which the program before a pass does not run itself tell nothing of the pass;
+nor does fp64 where the program reads the bits of floats (quantised records), and the model's own types stand alone.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from v41.report import source_of
 aten = ops.aten
 
 RULE = "computes the same values"
-ATTEMPTS = ((2, False), (3, False), (2, True))  # rows, and whether all integers are 0: the first two that run count
+# Rows, and what all integers are, None for drawn ones. The first two that run count.
+ATTEMPTS: tuple[tuple[int, int | None], ...] = ((2, None), (3, None), (2, 1), (3, 1), (2, 0), (1, 0))
 LIMIT = 2**32  # bytes of inputs above which nothing is run
-INDEXED = {  # operator -> positions of what is indexed and of the index, or of the axis where that is an argument
+INDEXED = {  # operator -> positions of what is indexed and of the index, and the axis, None where argument 1 says it
     aten.embedding.default: (0, 1, 0),
     aten.index_select.default: (0, 2, None),
     aten.gather.default: (0, 2, None),
 }
+DIVISIONS = (aten.remainder.Tensor, aten.fmod.Tensor, aten.div.Tensor, aten.div.Tensor_mode, aten.floor_divide.default)
 
 
 def check_values(before: GraphModule, after: GraphModule, *, name: str) -> str | None:
@@ -44,16 +47,16 @@ def check_values(before: GraphModule, after: GraphModule, *, name: str) -> str |
     if total > LIMIT:
         return f"values not compared: the inputs take {total / 2**30:.3g} GiB"
     ran, error = 0, ""
-    for rows, zeros in ATTEMPTS:
+    for rows, integer in ATTEMPTS:
         try:
-            run(before, random_inputs(before, rows, zeros=zeros))
+            run(before, random_inputs(before, rows, integer=integer))
         except Exception as raised:  # whatever it is, it is not the pass's doing
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
             continue
         for exact in (False, True):
-            told = difference(before, after, rows, exact=exact, zeros=zeros)
+            told = difference(before, after, rows, exact=exact, integer=integer)
             if told is not None:
-                node = first_difference(before, after, rows, exact=exact, zeros=zeros) or after.graph.output_node()
+                node = first_difference(before, after, rows, exact=exact, integer=integer) or after.graph.output_node()
                 raise InvariantBroken(source_of(node), run=name, rule=RULE, node=node.name, detail=told)
         ran += 1
         if ran == 2:
@@ -62,12 +65,12 @@ def check_values(before: GraphModule, after: GraphModule, *, name: str) -> str |
 
 
 def difference(
-    before: GraphModule, after: GraphModule, rows: int, *, exact: bool = False, zeros: bool = False
+    before: GraphModule, after: GraphModule, rows: int, *, exact: bool = False, integer: int | None = None
 ) -> str | None:
     """How the two programs differ in values, specs, writes of inputs or shared memory. exact: run in fp64."""
     seen = []
     for gm in (before, after):
-        inputs = random_inputs(gm, rows, exact=exact, zeros=zeros)
+        inputs = random_inputs(gm, rows, exact=exact, integer=integer)
         try:
             outputs = run(gm, inputs, exact=exact)
         except Exception as error:
@@ -86,13 +89,15 @@ def difference(
     return next((f"value {i} of inputs and outputs differs {where}" for i in different), None)
 
 
-def first_difference(before: GraphModule, after: GraphModule, rows: int, *, exact: bool, zeros: bool) -> Node | None:
+def first_difference(
+    before: GraphModule, after: GraphModule, rows: int, *, exact: bool, integer: int | None
+) -> Node | None:
     """The first node of `after` whose value is not that of its namesake before; None where none is at fault."""
     kept: list[dict[str, Tensor]] = []
     for gm in (before, after):
         runner = Runner(gm, exact, kept={})
         with torch.no_grad(), outside_fake_mode():
-            runner.run(*random_inputs(gm, rows, exact=exact, zeros=zeros))
+            runner.run(*random_inputs(gm, rows, exact=exact, integer=integer))
         kept.append(runner.kept or {})
     for node in after.graph.nodes:
         if node.name in kept[0] and node.name in kept[1] and not same_bits(kept[0][node.name], kept[1][node.name]):
@@ -142,16 +147,22 @@ def _double(value: Any) -> Any:
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 
-def random_inputs(gm: GraphModule, rows: int, *, exact: bool = False, seed: int = 0, zeros: bool = False) -> list[Any]:
-    """Inputs for the placeholders of `gm` with every symbolic size `rows`. exact: floats as fp64; zeros: integers 0."""
+def random_inputs(
+    gm: GraphModule, rows: int, *, exact: bool = False, seed: int = 0, integer: int | None = None
+) -> list[Any]:
+    """Inputs for the placeholders of `gm` with every symbolic size `rows`. exact: floats as fp64.
+
+    integer: all integers are that, and are not drawn.
+    """
     with outside_fake_mode():
         generator = torch.Generator().manual_seed(seed)
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        return [random_like(n.meta["val"], rows, generator, exact, 1 if zeros else limit_of(n, rows)) for n in nodes]
+        spans = [span_of(n, rows) if integer is None else (integer, integer + 1) for n in nodes]
+        return [random_like(n.meta["val"], rows, generator, exact, *span) for n, span in zip(nodes, spans, strict=True)]
 
 
-def random_like(value: Any, rows: int, generator: torch.Generator, exact: bool, limit: int = 2) -> Any:
-    """A CPU tensor as `value` says, floats normal, integers below `limit`; `rows` for a size, a number as it is."""
+def random_like(value: Any, rows: int, generator: torch.Generator, exact: bool, low: int = 0, high: int = 2) -> Any:
+    """A CPU tensor as `value` says, floats normal, integers in [low, high); `rows` for a size, a number as it is."""
     if not isinstance(value, Tensor):
         return size_with(value, rows) if isinstance(value, SymInt) else value
     shape, strides = [size_with(n, rows) for n in value.shape], [size_with(n, rows) for n in value.stride()]
@@ -159,24 +170,29 @@ def random_like(value: Any, rows: int, generator: torch.Generator, exact: bool, 
     tensor = torch.empty_strided(shape, strides, dtype=dtype)
     if value.dtype.is_floating_point:
         return tensor.copy_(torch.randn(shape, generator=generator, dtype=torch.float64).to(value.dtype))
-    return tensor.copy_(torch.randint(0, limit, shape, generator=generator))
+    return tensor.copy_(torch.randint(low, high, shape, generator=generator))
 
 
-def limit_of(node: Node, rows: int) -> int:
-    """Below what the integers of an input may be drawn: the smallest size they index, 2 where they do anything else."""
-    value, sizes, stack = fake(node), list[int](), [node]
+def span_of(node: Node, rows: int) -> tuple[int, int]:
+    """From where to below what the integers of an input may be drawn.
+
+    Below the smallest size they index, where they do nothing else; 1 and 2 where they divide; else 0 and 1.
+    """
+    value, sizes, other, stack = fake(node), list[int](), False, [node]
     if value is None or value.dtype not in (torch.int32, torch.int64):
-        return 2
+        return 0, 2
     while stack:
         current = stack.pop()
         for user in current.users:
+            if user.target in DIVISIONS and user.args[1] is current:
+                return 1, 3
             if source_of_view(user) is current:
                 stack.append(user)
             elif (indexed := _indexed(user, current)) is not None:
                 sizes.append(size_with(indexed, rows))
             else:
-                return 2
-    return max(1, min(sizes, default=2))
+                other = True
+    return 0, 2 if other else max(1, min(sizes, default=2))
 
 
 def _indexed(user: Node, index: Node) -> int | SymInt | None:
@@ -224,5 +240,5 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if not torch.equal(a.isnan(), b.isnan()):
         return False
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    plain = [tensor.masked_fill(tensor.isnan(), 0).contiguous().view(bits) for tensor in (a, b)]
+    plain = [tensor.contiguous().view(bits).masked_fill(tensor.isnan(), 0) for tensor in (a, b)]
     return torch.equal(*plain)

@@ -13,7 +13,7 @@ from tests.strategies.tracing import trace
 from v41.errors import InvariantBroken
 from v41.passes import same_values
 from v41.passes.pipeline import copy_of
-from v41.passes.same_values import RULE, check_values, difference, limit_of, random_inputs
+from v41.passes.same_values import RULE, check_values, difference, random_inputs, same_bits, span_of
 
 aten = torch.ops.aten
 
@@ -72,10 +72,25 @@ def test_what_cannot_be_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_integers_reach_all_of_what_they_index_and_no_further() -> None:
     gm = program()
-    limits = {limit_of(node, 2) for node in gm.graph.find_nodes(op="placeholder")}
-    assert 50 in limits  # slots index the cache alone; ids are also added, so nobody knows
+    spans = [span_of(node, 2) for node in gm.graph.find_nodes(op="placeholder")]
+    assert (0, 50) in spans  # slots index the cache alone; ids are also added, so nobody knows
     drawn = [value for value in random_inputs(gm, 40) if isinstance(value, Tensor) and not value.is_floating_point()]
     assert sorted(int(value.max()) for value in drawn)[0] == 1 and 20 < max(int(value.max()) for value in drawn) < 50
+
+
+def test_divisors_are_not_zero() -> None:
+    ids, primes = torch.tensor([3, 4]), torch.tensor([7, 11])
+    gm = trace(lambda ids, primes: ids.unsqueeze(1) % primes, ids, static=(primes,))
+    assert sorted(span_of(node, 2) for node in gm.graph.find_nodes(op="placeholder"))[-1] == (1, 3)
+    assert check_values(gm, gm, name="nothing") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64])
+def test_bits_are_compared_in_any_type(dtype: torch.dtype) -> None:
+    nan = torch.tensor([float("nan"), 0.0, 1.0]).to(dtype)
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(nan, torch.tensor([float("nan"), -0.0, 1.0]).to(dtype))
+    assert not same_bits(nan, torch.tensor([2.0, 0.0, 1.0]).to(dtype))
 
 
 def test_the_difference_says_which_value_and_with_how_many_rows() -> None:
