@@ -1,7 +1,7 @@
 # v41: what a newcomer and CI run. Everything goes into .venv (or .venv-2.11) beside this file; nothing else is touched.
 #   make demo       the small model reads and writes text, compiled, checked against eager
 #   make test       lint, types, import rules, tests          make test-2.11   the tests on the oldest torch
-#   make nightly    the long property runs                    make clean       removes what the others made
+#   make nightly    long property runs, others' models        make clean       removes what the others made
 SHELL := bash
 PYTHON ?= python3
 WORKERS ?= 2
@@ -23,7 +23,7 @@ demo: .venv/installed
 test: lint
 	$(BIN)/python $(PYTEST) -m "not slow"
 
-nightly: .venv/installed
+nightly: .venv/installed-models
 	V41_HYPOTHESIS=nightly $(BIN)/python $(PYTEST)
 
 test-2.11: .venv-2.11/installed
@@ -40,6 +40,10 @@ lint: .venv/installed
 
 .venv-2.11/installed: pyproject.toml constraints-2.11.txt constraints-tools.txt Makefile
 	$(call install,.venv-2.11,constraints-2.11.txt)
+
+.venv/installed-models: .venv/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[models]"
+	@touch $@
 
 # $(1) folder of the environment, $(2) its constraints. The stamp comes last: an install cut short is done again.
 define install
