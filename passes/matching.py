@@ -13,7 +13,7 @@ import torch
 from torch import SymInt, Tensor, ops
 from torch.fx import GraphModule, Node
 
-from v41._compat import known_equal
+from v41._compat import OpOverload, known_equal
 from v41.regions import META
 
 aten, prims = ops.aten, ops.prims
@@ -152,3 +152,30 @@ def between(
         if any(arg in sources or arg in inside for arg in node.all_input_nodes):
             inside[node] = None
     return list(inside)
+
+
+def absorb(inside: Collection[Node], free: Callable[[Node], bool]) -> set[Node]:
+    """`inside`, and the `free` nodes in front of it that only it reads."""
+    members = set(inside)
+    stack = [arg for node in members for arg in node.all_input_nodes if arg not in members]
+    while stack:
+        node = stack.pop()
+        if node in members or node.op != "call_function" or not free(node):
+            continue
+        if all(user in members for user in node.users):
+            members.add(node)
+            stack.extend(node.all_input_nodes)
+    return members
+
+
+def is_constant(node: Node) -> bool:
+    """Whether `node` is made of numbers and sizes alone, e.g. an iota or a full."""
+    made = node.op == "call_function" and fake(node) is not None
+    return made and not node.is_impure() and all(fake(arg) is None for arg in node.all_input_nodes)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether `node` works element by element: a cast, a reshaping view, or what its operator calls pointwise."""
+    if node.target in RESHAPES or node.target is prims.convert_element_type.default:
+        return True
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -26,6 +26,7 @@ from v41.passes.fold_sinkhorn import find_chains
 from v41.passes.matching import (
     RESHAPES,
     VIEWS,
+    absorb,
     aten,
     between,
     fake,
@@ -320,17 +321,12 @@ class Parts:
 
     def absorb(self, inside: Collection[Node]) -> set[Node]:
         """`inside`, and the views, widening casts and preparations of weights that only it reads."""
-        members = set(inside)
-        stack = [arg for node in members for arg in node.all_input_nodes if arg not in members]
-        while stack:
-            node = stack.pop()
-            if node in members or node in self.landmarks or node.op != "call_function":
-                continue
-            free = node.target in RESHAPES or is_widening(node) or self.is_weight(node) or self._views_landmark(node)
-            if free and all(user in members for user in node.users):
-                members.add(node)
-                stack.extend(node.all_input_nodes)
-        return members
+        return absorb(inside, self._is_free)
+
+    def _is_free(self, node: Node) -> bool:
+        if node in self.landmarks:
+            return False
+        return node.target in RESHAPES or is_widening(node) or self.is_weight(node) or self._views_landmark(node)
 
     def _views_landmark(self, node: Node) -> bool:
         """Whether `node` is a view, of a part perhaps, of a landmark or of one value per row and stream."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from v41.passes.analysis.effects import effect_of, written_args
+from v41.passes import spans
 from v41.passes.analysis.probe import evaluate, integers
 from v41.passes.fold_sinkhorn import RULES as SINKHORN_RULES
 from v41.passes.fold_sinkhorn import is_read_outside
@@ -150,22 +150,6 @@ class Site:
         inside = sorted(self.parts.absorb(nodes) - given.keys(), key=self.parts.order.__getitem__)
         return evaluate(inside, given, result)
 
-    @cached_property
-    def moved(self) -> list[Node]:
-        """Outside nodes between the first member and the last that read the region: outlining puts them behind it."""
-        inside, late = set(self.members), dict[Node, None]()
-        for node in self._span():
-            if node not in inside and any(arg in inside or arg in late for arg in node.all_input_nodes):
-                late[node] = None
-        return list(late)
-
-    def _span(self) -> list[Node]:
-        nodes, node = [], self.members[0]
-        while node is not self.members[-1]:
-            nodes.append(node)
-            node = node.next
-        return [*nodes, node]
-
 
 # ---- what must hold: each predicate returns the node at fault
 
@@ -227,13 +211,11 @@ def mixes_otherwise(site: Site) -> Node | None:
 
 
 def comes_back(site: Site) -> Node | None:
-    late = set(site.moved)
-    return next((arg for node in site.members for arg in node.all_input_nodes if arg in late), None)
+    return spans.comes_back(site.members)
 
 
 def moves_an_effect(site: Site) -> Node | None:
-    effect = next((node for node in site.moved if effect_of(node) is not None or node.is_impure()), None)
-    return effect or next((node for node in site._span() if written_args(node)), None)
+    return spans.moves_an_effect(site.members)
 
 
 SOUND = (

@@ -1,4 +1,4 @@
-"""probe: what a run of linear nodes computes, found by running them on small integers, in fp64 whatever their types.
+"""probe: what a run of nodes computes, found by running them on numbers, in fp64 whatever their types.
 
 A contraction over residual streams has many spellings (einsum, matmul, products and sums, one stream at a time). Their
 values are the same polynomial, so a formula that agrees on random integers is the formula. In fp64 all sums of integers
@@ -24,15 +24,15 @@ ROWS = 3
 LIMIT = 2  # of the integers drawn; an odd size of streams and rows tells axes apart, signs tell sums from sizes
 
 
-def evaluate(nodes: Iterable[Node], given: dict[Node, Tensor], result: Node) -> Tensor:
-    """The fp64 value of `result` after running `nodes`, in order, on `given`, all casts among float types left out.
+def evaluate(nodes: Iterable[Node], given: dict[Node, Tensor], result: Node, *, keep_types: bool = False) -> Tensor:
+    """The value of `result` after running `nodes`, in order, on `given`: in fp64, all casts among float types left out.
 
-    Sizes are read with ROWS for every symbol.
+    `keep_types` runs them as they are, for work on bits and integers. Sizes are read with ROWS for every symbol.
     """
     with outside_fake_mode(), torch.no_grad():
         values: dict[Node, Any] = dict(given)
         for node in nodes:
-            args, kwargs = map_aggregate((node.args, node.kwargs), lambda arg: _value(arg, values))
+            args, kwargs = map_aggregate((node.args, node.kwargs), lambda arg: _value(arg, values, keep_types))
             # in another order of memory than the graph's, a view may need a copy
             target = ops.aten.reshape.default if node.target in VIEWS_OF_ALL else node.target
             values[node] = target(*args, **kwargs)  # type: ignore[operator]
@@ -43,18 +43,29 @@ def evaluate(nodes: Iterable[Node], given: dict[Node, Tensor], result: Node) -> 
 
 def integers(node: Node, seed: int) -> Tensor:
     """An fp64 tensor of small random integers with the shape of `node`, ROWS for every symbol."""
-    value = fake(node)
-    assert value is not None
     with outside_fake_mode():
         generator = torch.Generator().manual_seed(seed)
-        shape = [size_with(size, ROWS) for size in value.shape]
-        return torch.randint(-LIMIT, LIMIT + 1, shape, generator=generator).double()
+        return torch.randint(-LIMIT, LIMIT + 1, _shape(node), generator=generator).double()
 
 
-def _value(arg: Any, values: dict[Node, Any]) -> Any:
-    """What was computed or given for a node, a number for a size; fp64 in place of each float type."""
-    if isinstance(arg, torch.dtype) and arg.is_floating_point:
+def numbers(node: Node, seed: int) -> Tensor:
+    """An fp64 tensor of random numbers, normally distributed, with the shape of `node`."""
+    with outside_fake_mode():
+        return torch.randn(_shape(node), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _shape(node: Node) -> list[int]:
+    value = fake(node)
+    assert value is not None
+    return [size_with(size, ROWS) for size in value.shape]
+
+
+def _value(arg: Any, values: dict[Node, Any], keep_types: bool) -> Any:
+    """What was computed or given for a node, a number for a size, the CPU for a device; fp64 for each float type."""
+    if isinstance(arg, torch.dtype) and arg.is_floating_point and not keep_types:
         return torch.float64
+    if isinstance(arg, torch.device):
+        return torch.device("cpu")
     if not isinstance(arg, Node):
         return arg
     if arg in values:
