@@ -11,9 +11,15 @@ from torch.fx import GraphModule
 
 from tests.strategies.tracing import trace
 from v41.errors import InvariantBroken
+from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
 from v41.passes import same_values
-from v41.passes.pipeline import copy_of
+from v41.passes.pipeline import PIPELINE, copy_of
 from v41.passes.same_values import RULE, check_values, difference, random_inputs, same_bits, span_of
+from v41.report import collect
+from v41.tools.inspect import first_layers
 
 aten = torch.ops.aten
 
@@ -99,3 +105,14 @@ def test_the_difference_says_which_value_and_with_how_many_rows() -> None:
     told = difference(before, copy_of(after), 5)
     assert told is not None and told.endswith("of inputs and outputs differs with 5 rows")
     assert difference(before, copy_of(after), 0) is None  # no rows, no difference
+
+
+@pytest.mark.slow
+def test_the_values_of_a_whole_model_are_compared_after_every_pass() -> None:
+    config = first_layers(V41Config.preset("tiny"), 2)
+    cache = Cache.zeros(config, slots=2, capacity=64)
+    batch = build_batch(config, cache, [Chunk([5, 6, 7], start=0, slot=0), Chunk([8, 9], start=0, slot=1)])
+    options = {"codegen": "eager", "verify": "numeric"}
+    with torch.no_grad(), collect() as reports:
+        torch.compile(V41ForCausalLM(config), backend="v41", options=options)(batch, cache)
+    assert [(run.failure, run.warning) for run in reports[0].passes] == [(None, None)] * len(PIPELINE)
