@@ -176,22 +176,28 @@ def test_deepseek_v4_has_eagers_bits_and_its_sinkhorn_loops_are_folded() -> None
         assert runs["outline_mhc"].applied == 0
 
 
-def test_a_static_cache_is_written_in_place_and_every_step_has_eagers_bits() -> None:
-    case = CASES["llama"]
-    model = made(case)
-    compiled = torch.compile(model, backend="v41", options=OPTIONS)
-    caches = [transformers.StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]  # type: ignore[attr-defined]
+def test_a_static_cache_is_written_in_place_and_every_step_has_the_bits_of_dynamos_graph() -> None:
+    """Not eager's bits: what Dynamo's graph computes, run by torch itself, is a last bit off at some steps."""
+    models = [made(CASES["llama"]) for _ in range(2)]
+    steps = [
+        torch.compile(models[0], backend="eager"),
+        torch.compile(models[1], backend="v41", options=OPTIONS),
+    ]
+    caches = [transformers.StaticCache(config=model.config, max_cache_len=16) for model in models]
     with torch.no_grad(), v41.collect() as reports:
-        for start, length in ((0, 5), (5, 1), (6, 1), (7, 1)):
+        for start, length in ((0, 5), (5, 1), (6, 1), (7, 1), (8, 1)):
             positions = torch.arange(start, start + length)
             inputs = {"input_ids": tokens(length), "position_ids": positions[None], "use_cache": True}
             expected, found = (
-                run(**inputs, past_key_values=cache).logits
-                for run, cache in zip((model, compiled), caches, strict=True)
+                step(**inputs, past_key_values=cache).logits for step, cache in zip(steps, caches, strict=True)
             )
             assert torch.equal(expected, found), start
     for ours, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
     assert [run.failure for report in reports for run in report.passes if run.failure] == []
     writes = [run for report in reports for run in report.passes if run.name == "reinplace_cache_writes"]
-    assert all(run.refused == 0 for run in writes) and any(run.applied for run in writes)
+    assert writes[-1].applied == 4  # keys and values of two layers; each layer's counter is added to as a whole
+    assert {decision.rule for decision in writes[-1].decisions} == {
+        None,
+        "ends a chain of known views and writes of the input",
+    }
