@@ -22,6 +22,7 @@ from v41.model_def.buckets import Buckets, round_up
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.errors import (
+    BatchOfAnotherCache,
     ChunkLongerThanSlot,
     ChunkMistyped,
     ChunkOutOfTokens,
@@ -96,6 +97,8 @@ class Batch:
     longest: Tensor  # arange(Q)
     blocks: dict[int, Tensor]  # ratio -> arange(candidate blocks up to the longest context)
     logit_rows: Tensor  # [L]; row 0 again in pads
+    cache_slots: int  # of the cache it was built for
+    cache_capacity: int
     host: Host
 
     def to(self, device: torch.device | str) -> Batch:
@@ -193,9 +196,18 @@ def batch_of_sizes(
             [*(bounds[i] + p - chunks[i].start for i, p in logits), *[0] * (sizes.logits - len(logits))],
             dtype=torch.int64,
         ),
+        cache_slots=cache.slots,
+        cache_capacity=cache.capacity,
         host=Host(tuple(chunks), tuple(bounds), tuple(logits), rows),
     )
     return batch.to(cache.device if device is None else device)
+
+
+def check_cache(batch: Batch, cache: Cache) -> None:
+    """Raises where `cache` is not like the one that `batch` was built for: its pads would write a live slot."""
+    built, given = (batch.cache_slots, batch.cache_capacity), (cache.slots, cache.capacity)
+    if built != given:
+        raise BatchOfAnotherCache("V41ForCausalLM.forward(cache=...)", built=built, given=given)
 
 
 def check_chunks(config: V41Config, cache: Cache, chunks: Sequence[Chunk]) -> None:

@@ -122,6 +122,13 @@ class SlotUsedTwice(ModelError, ValueError):
     fix = "give every request of a step a slot of its own; rows of one request are one chunk"
 
 
+class BatchOfAnotherCache(ModelError, ValueError):
+    """facts: built, given, each (slots, capacity)."""
+
+    found = "the batch was built for a cache of (slots, capacity) {built}, and this one has {given}"
+    fix = "build the batch with the cache it runs with: its pad rows write the slot behind the last of that one"
+
+
 class ChunkLongerThanSlot(ModelError, ValueError):
     """facts: chunk, stop, capacity."""
 

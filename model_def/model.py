@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from v41.model_def.attention import Attention
-from v41.model_def.batch import Batch
+from v41.model_def.batch import Batch, check_cache
 from v41.model_def.cache import Cache
 from v41.model_def.checkpoint import load_checkpoint
 from v41.model_def.config import LayerRole, V41Config
@@ -67,6 +67,7 @@ class V41ForCausalLM(nn.Module):
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         """Logits [L, vocabulary] fp32 of the rows the batch asks for. Writes what later steps need into `cache`."""
+        check_cache(batch, cache)
         step = plan_step(batch, cache, self.config.sliding_window, self.window_freqs, self.compressed_freqs)
         X, A = entry_streams(self.embed(batch.tokens), self.config.hc_mult)  # [T, S, D], [T, S]
         y = B = C = selection = None

@@ -10,7 +10,7 @@ else on the host. Here a call checks what a graph rests on, in this order:
                  are, to the bit; an argument none of whose tensors changes its size (a cache) is the same object
     addresses    of every parameter, buffer and cache tensor: one comparison in C++
     modules      no parameter, buffer or module was registered in the model since (hooks that torch offers)
-    modes        of gradients, inference, autocast, the default dtype and the model's training
+    modes        of gradients, inference, autocast, the default dtype, determinism and the model's training
 
 Anything else than before goes through the compiled model and its guards. What is not seen: another plain attribute (an
 eps) or forward hook of a module, or of an argument's object that holds no tensor; other strides at the same address; a

@@ -354,12 +354,14 @@ def without_ownership(value: Tensor) -> Tensor:
 
 
 def modes_around() -> tuple[object, ...]:
-    """What a compiled step depends on beside its arguments and its model: gradients, inference, autocast, dtype."""
+    """What a compiled step depends on beside its arguments and its model: gradients, inference, autocast, the default
+    dtype, whether operators must be deterministic."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch._C._is_any_autocast_enabled(),
         torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
         torch._C._len_torch_function_stack(),
     )
 

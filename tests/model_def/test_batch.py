@@ -7,7 +7,6 @@ type each; what it is made of is checked against plain bookkeeping.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch import Tensor
 from tests.model_def.exact import exact
 from tests.strategies.batches import Schedule, buckets, poisoned, schedules
 from tests.strategies.configs import configs
-from v41.model_def.batch import Chunk, build_batch, mark
+from v41.model_def.batch import Chunk, build_batch, mark, tensors_of
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
@@ -243,9 +242,8 @@ def test_moving_a_batch_keeps_its_marks_and_its_numbers() -> None:
     moved = batch.to("meta")
     assert moved.host is batch.host and moved.blocks[2].device.type == moved.tokens.device.type == "meta"
     for one in (batch, moved):
-        for f in fields(one):
-            for tensor in [getattr(one, f.name)] if f.name not in ("host", "blocks") else one.blocks.values():
-                assert tensor._dynamo_unbacked_indices == {0}, f.name
+        for name, tensor in (*tensors_of(one), *one.blocks.items()):
+            assert tensor._dynamo_unbacked_indices == {0}, name
     assert mark(batch) is batch
 
 

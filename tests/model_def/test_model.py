@@ -9,7 +9,9 @@ from torch import Tensor
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
+from v41.model_def.errors import BatchOfAnotherCache
 from v41.model_def.model import V41ForCausalLM
+from v41.tools.inspect import first_layers
 
 TINY = V41Config.preset("tiny")
 
@@ -112,3 +114,17 @@ def test_random_rows_choose_differently_and_every_sublayer_is_heard() -> None:
         assert weights and (logits() - whole).abs().max() > 0.3, end
         for weight, old in zip(weights, before, strict=True):
             weight.copy_(old)
+
+
+@pytest.mark.parametrize("slots, capacity", [(8, 64), (2, 128)])
+def test_a_batch_of_another_cache_is_refused(slots: int, capacity: int) -> None:
+    """Its pads would write slot 2 of a larger cache, and its requests the pad slot of a smaller one."""
+    config = first_layers(TINY, 1)
+    model, own = V41ForCausalLM.random(config), Cache.zeros(config, 2, 64)
+    batch, other = build_batch(config, own, [Chunk([5, 6], 0, 1)]), Cache.zeros(config, slots, capacity)
+    before = [ring.clone() for ring in other.rings]
+    with torch.no_grad():
+        with pytest.raises(BatchOfAnotherCache, match=rf"\(2, 64\), and this one has \({slots}, {capacity}\)"):
+            model(batch, other)
+        assert all(torch.equal(ring, kept) for ring, kept in zip(other.rings, before, strict=True))
+        assert model(batch, Cache.zeros(config, 2, 64)).shape[0] == 1
