@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import importlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -102,9 +103,8 @@ def _plain(config: Any) -> Any:
     if hasattr(config, "to_cacheable"):
         plain = config.to_cacheable()
     else:
-        from torch._functorch._aot_autograd.graph_compile import sanitize_aot_config  # type: ignore[attr-defined]
-
-        plain = sanitize_aot_config(config)
+        stage: Any = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
+        plain = stage.sanitize_aot_config(config)  # of the releases whose configs have no such method
     return dataclasses.replace(plain, aot_autograd_arg_pos_to_source=None)
 
 
