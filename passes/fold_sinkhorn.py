@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 
 from v41._compat import known_equal
 from v41.passes.matching import RESHAPES, aten, programs, same_sizes, same_view, shape
+from v41.passes.sites import broken_rule
 from v41.regions import body_of, inline, invoke_subgraph, is_region, outline, regions
 from v41.report import Decision, applied, refused
 
@@ -172,7 +173,7 @@ def _fold(gm: GraphModule) -> list[Decision]:
     decisions = []
     for chain in find_chains(gm):
         nodes = [node for step in chain for node in step.nodes]
-        broken = next(((rule, node) for rule, culprit in RULES if (node := culprit(chain))), None)
+        broken = broken_rule(chain, RULES)
         if broken:
             decisions.append(refused(nodes[-1], *broken))
             continue

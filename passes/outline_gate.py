@@ -40,8 +40,8 @@ from v41.passes.matching import (
     shape,
     unviewed,
 )
-from v41.regions import outline
-from v41.report import Decision, applied, refused
+from v41.passes.sites import Rule, outline_sites
+from v41.report import Decision
 
 KIND = "moe_gate"
 DRAWS = 8  # of scores and bias: a choice that agrees on all of them is the choice
@@ -60,6 +60,11 @@ class Site:
     scores: Node
     picks: Node
     picked: Node
+    kind = KIND
+
+    @property
+    def anchor(self) -> Node:
+        return self.weights[0]
 
     @cached_property
     def logits(self) -> Node | None:
@@ -226,8 +231,7 @@ def is_read_inside(site: Site) -> Node | None:
     return next((node for node in inside if node not in site.exits and not inside.issuperset(node.users)), None)
 
 
-Rule = tuple[str, Callable[[Site], Node | None]]
-RULES: tuple[Rule, ...] = (  # in order: each may rely on those above
+RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the scores are sqrt(softplus) or sigmoid of one product", activates_otherwise),
     ("nothing is rounded between the product and the weights", rounds_inside),
     ("the picks are the best by score, or by score and bias, the best first", ranks_otherwise),
@@ -238,23 +242,8 @@ RULES: tuple[Rule, ...] = (  # in order: each may rely on those above
 
 def outline_gate(gm: GraphModule) -> list[Decision]:
     """Outlines every legal gate of `gm`, and of the subgraphs the model asked for, in place. One decision a site."""
-    return [decision for program in programs(gm) for decision in _outline(program)]
-
-
-def _outline(program: GraphModule) -> list[Decision]:
-    judged = [(site, broken_rule(site)) for site in find_sites(program)]
-    legal = {site.picked: attributes(site) for site, broken in judged if broken is None}  # all read before any edit
-    return [
-        refused(site.weights[0], *broken)
-        if broken is not None
-        else applied(outline(program, site.members, kind=KIND, **legal[site.picked]))
-        for site, broken in judged
-    ]
-
-
-def broken_rule(site: Site) -> tuple[str, Node] | None:
-    """The first rule that does not hold, and the node at fault."""
-    return next(((rule, node) for rule, find in RULES if (node := find(site)) is not None), None)
+    found = (outline_sites(each, find_sites(each), lambda site: RULES, attributes) for each in programs(gm))
+    return [decision for decisions in found for decision in decisions]
 
 
 def find_sites(gm: GraphModule) -> list[Site]:

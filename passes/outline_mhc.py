@@ -17,7 +17,6 @@ predicted, so its sublayer waits for them, and the site is refused. Needs canoni
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,8 +31,9 @@ from v41.passes.fold_sinkhorn import RULES as SINKHORN_RULES
 from v41.passes.fold_sinkhorn import is_read_outside
 from v41.passes.matching import between, same_sizes, shape, unviewed
 from v41.passes.mhc_parts import BOUNDARY, EXIT, POST, Coefficients, Collapse, Comb, Gate, Parts, PostMap
-from v41.regions import invoke_subgraph, outline
-from v41.report import Decision, applied, refused
+from v41.passes.sites import Rule, outline_sites
+from v41.regions import invoke_subgraph
+from v41.report import Decision
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,7 @@ PREDICT = (
     ("there are as many streams as pre, post and rows of comb", counts_streams_differently),
     ("comb is one Sinkhorn chain", is_not_a_sinkhorn_chain),
 )
-Rule = tuple[str, Callable[[Site], Node | None]]
-RULES: dict[str, tuple[Rule, ...]] = {  # in order: each may rely on those above
+RULES: dict[str, tuple[Rule[Site], ...]] = {  # in order: each may rely on those above
     BOUNDARY: (*PREDICT, *COLLAPSE, *MIX, *SOUND),
     EXIT: (*COLLAPSE, *MIX, *SOUND),
     POST: (*MIX, *SOUND),
@@ -244,19 +243,7 @@ RULES: dict[str, tuple[Rule, ...]] = {  # in order: each may rely on those above
 
 def outline_mhc(gm: GraphModule) -> list[Decision]:
     """Outlines every legal site of `gm` in place. One decision a site, in graph order."""
-    judged = [(site, broken_rule(site)) for site in find_sites(gm)]
-    legal = {site.anchor: attributes(site) for site, broken in judged if broken is None}  # all read before any edit
-    return [
-        refused(site.anchor, *broken)
-        if broken is not None
-        else applied(outline(gm, site.members, kind=site.kind, **legal[site.anchor]))
-        for site, broken in judged
-    ]
-
-
-def broken_rule(site: Site) -> tuple[str, Node] | None:
-    """The first rule that does not hold, and the node at fault."""
-    return next(((rule, node) for rule, find in RULES[site.kind] if (node := find(site)) is not None), None)
+    return outline_sites(gm, find_sites(gm), lambda site: RULES[site.kind], attributes)
 
 
 def find_sites(gm: GraphModule) -> list[Site]:

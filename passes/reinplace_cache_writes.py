@@ -11,7 +11,6 @@ and before the next. Comes after the passes that expect a functional graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.fx.node import map_arg
 
 from v41._compat import known_equal, outputs_rebuilt_from_inputs
 from v41.passes.analysis.effects import viewed_args, written_args
+from v41.passes.sites import Rule, broken_rule
 from v41.regions import invoke_subgraph
 from v41.report import Decision, applied, refused
 
@@ -197,7 +197,7 @@ def is_returned(site: Site) -> Node | None:
     )
 
 
-RULES: tuple[tuple[str, Callable[[Site], Node | None]], ...] = (
+RULES: tuple[Rule[Site], ...] = (
     ("ends a chain of known views and writes of the input", is_no_chain_of_writes),
     ("is not read in a state that a write has overwritten", is_read_when_overwritten),
     ("takes no values from the memory it writes", is_copied_from_itself),
@@ -211,7 +211,7 @@ def reinplace_cache_writes(gm: GraphModule) -> list[Decision]:
     """Puts every legal write of `gm` back in place. One decision a copy_ into an input, in graph order."""
     decisions, legal = [], []
     for site in find_sites(gm):
-        broken = next(((rule, node) for rule, culprit in RULES if (node := culprit(site)) is not None), None)
+        broken = broken_rule(site, RULES)
         decisions.append(refused(site.copy, *broken) if broken else applied(site.copy))
         legal += [] if broken else [site]
     for site in legal:

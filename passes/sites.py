@@ -1,0 +1,56 @@
+"""sites: what every outlining pass does with the sites it found: judge each by its rules, then outline the legal ones.
+
+    find_sites(gm) -> [site]      no opinion: whatever looks like one, in graph order
+    rules                         (a sentence, the predicate that returns the node at fault), in order
+    attributes(site)              what the region says of itself, read from the graph
+
+Each rule may rely on those above it. All attributes are read before the first edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch.fx import GraphModule, Node
+
+from v41.regions import outline
+from v41.report import Decision, applied, refused
+
+
+class Site(Protocol):
+    """What may become one region of `kind`. anchor: the node a refusal names; members: all nodes, in graph order."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def anchor(self) -> Node: ...
+    @property
+    def members(self) -> list[Node]: ...
+
+
+Found = TypeVar("Found")  # what rules judge: a Site, or what another pass looks for
+S = TypeVar("S", bound=Site)
+Rule = tuple[str, Callable[[Found], Node | None]]
+
+
+def broken_rule(site: Found, rules: Sequence[Rule[Found]]) -> tuple[str, Node] | None:
+    """The first rule that does not hold, and the node at fault."""
+    return next(((rule, node) for rule, find in rules if (node := find(site)) is not None), None)
+
+
+def outline_sites(
+    gm: GraphModule,
+    sites: Sequence[S],
+    rules_of: Callable[[S], Sequence[Rule[S]]],
+    attributes: Callable[[S], dict[str, Any]],
+) -> list[Decision]:
+    """Outlines every site of `gm` that breaks no rule, in place. One decision a site, in the order given."""
+    judged = [(site, broken_rule(site, rules_of(site))) for site in sites]
+    facts = [attributes(site) if broken is None else {} for site, broken in judged]
+    return [
+        refused(site.anchor, *broken)
+        if broken is not None
+        else applied(outline(gm, site.members, kind=site.kind, **found))
+        for (site, broken), found in zip(judged, facts, strict=True)
+    ]
