@@ -53,16 +53,21 @@ class Attention(nn.Module):
 
     @nested_compile_region  # what computes is traced once for all layers; what reads and writes the cache lies between
     def enter(self, x: Tensor, by: Turn) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden] -> latent of the queries [T, rank], queries [T, H, D], window records of the keys [T, 528]."""
+        """x [T, hidden] -> latent of the queries [T, rank], queries [T, H, D] before RoPE, window records [T, 528]."""
         q_latent = self.q_norm(self.wq_a(x))
-        q = rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), by)
+        q = self.wq_b(q_latent).unflatten(-1, (self.heads, self.width))
         return q_latent, q, FP8_RECORD.encode(rotate(self.kv_norm(self.wkv(x)), by))
 
     @nested_compile_region
     def leave(
         self, q: Tensor, by: Turn, keys: Tensor, visible: Tensor, entries: Tensor | None, picks: Tensor | None
     ) -> Tensor:
-        """Queries [T, H, D], records of window keys [T, W, 528] and picked entries [T, K, 288] -> [T, hidden]."""
+        """Queries before RoPE [T, H, D], records of window keys [T, W, 528] and entries [T, K, 288] -> [T, hidden].
+
+        Keys turn before they are stored; queries turn here, beside the turn back of what they find, so that RoPE and
+        attention can be one launch.
+        """
+        q = rotate(q, by)
         keys = FP8_RECORD.decode(keys)
         if entries is not None and picks is not None:
             keys = torch.cat((keys, FP4_RECORD.decode(entries)), 1)  # [T, W + K, D]
