@@ -41,6 +41,8 @@ VIEWS = frozenset(
 # Views that neither drop nor repeat an element.
 RESHAPES = VIEWS - {aten.expand.default, aten.slice.Tensor, aten.select.int}
 
+SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int})
+
 
 def programs(gm: GraphModule) -> list[GraphModule]:
     """`gm` and, once each, the subgraphs the model itself asked for, innermost first. Bodies of regions are closed."""
@@ -154,6 +156,36 @@ def between(
     return list(inside)
 
 
+def cone(
+    order: Mapping[Node, int], result: Node, stops: Collection[Node], may: Callable[[Node], bool]
+) -> tuple[list[Node], list[Node]]:
+    """What makes `result` as far as `may` allows, constants included, and the tensors that it reads from beyond.
+
+    Both in `order`; `stops` count as beyond.
+    """
+    inside: set[Node] = set()
+    leaves: set[Node] = set()
+    stack = [result]
+    while stack:
+        node = stack.pop()
+        if node in inside or node in leaves:
+            continue
+        if node not in stops and node.op == "call_function" and (is_constant(node) or may(node)):
+            inside.add(node)
+            stack.extend(node.all_input_nodes)
+        elif fake(node) is not None:
+            leaves.add(node)
+    nodes, beyond = (sorted(some, key=order.__getitem__) for some in (inside, leaves))
+    return nodes, beyond
+
+
+def is_part(node: Node) -> bool:
+    """Whether `node` splits a tensor, or takes a piece of one that was split."""
+    if node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target in SPLITS
+
+
 def absorb(inside: Collection[Node], free: Callable[[Node], bool]) -> set[Node]:
     """`inside`, and the `free` nodes in front of it that only it reads."""
     members = set(inside)
@@ -179,3 +211,27 @@ def is_pointwise(node: Node) -> bool:
     if node.target in RESHAPES or node.target is prims.convert_element_type.default:
         return True
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def end_of_norm(node: Node, is_weight: Callable[[Node], bool]) -> tuple[Node, Node | None]:
+    """The end of a norm, from the product with 1 / RMS on, and its weight: a narrowing cast before and after that."""
+    weight, rounded = None, False
+    while len(node.users) == 1:
+        (user,) = node.users
+        others = [arg for arg in user.all_input_nodes if arg is not node]
+        if is_narrowing(user) and not rounded:
+            rounded = True
+        elif user.target is aten.mul.Tensor and len(others) == 1 and weight is None and is_weight(others[0]):
+            weight, rounded = others[0], False
+        else:
+            break
+        node = user
+    return node, weight
+
+
+def interface(members: Collection[Node]) -> tuple[list[Node], list[Node]]:
+    """What a region of `members`, in graph order, would read and return: both in the order that `outline` gives them."""
+    inside = set(members)
+    read = dict.fromkeys(arg for node in members for arg in node.all_input_nodes if arg not in inside)
+    returned = [n for n in members if n.op != "get_attr" and any(user not in inside for user in n.users)]
+    return list(read), returned
