@@ -202,8 +202,9 @@ def absorb(inside: Collection[Node], free: Callable[[Node], bool]) -> set[Node]:
 
 def is_constant(node: Node) -> bool:
     """Whether `node` is made of numbers and sizes alone, e.g. an iota or a full."""
-    made = node.op == "call_function" and fake(node) is not None
-    return made and not node.is_impure() and all(fake(arg) is None for arg in node.all_input_nodes)
+    made = node.op == "call_function" and fake(node) is not None and not node.is_impure()
+    held = (arg.meta.get("val") for arg in node.all_input_nodes)
+    return made and not any(isinstance(value, (Tensor, tuple, list)) for value in held)  # a tuple holds tensors
 
 
 def is_pointwise(node: Node) -> bool:
