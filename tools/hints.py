@@ -26,6 +26,15 @@ HINTS = {
     "is neither written nor aliased by other operators": "write the cache in one way, and return no view of it",
     "keeps the strides that views of its result rely on": "write into the cache as it lies in memory",
     "is not returned as a value of its own": "return nothing: the caller has the cache already",
+    "the row is divided by its own root mean square": "take the mean of squares of the very row that is divided",
+    "only the row when normed, turned or quantised is read outside": "read the result; recompute what is on the way",
+    "the row is the sum of values by the softmax of gates over the group": "weigh values with the softmax as it is",
+    "gates and values are pooled in fp32": "round the pooled row, nothing before it",
+    "the gate is the sigmoid of the signed root of the normed product of streams and keys": "see model_def/engram.py",
+    "nothing is rounded before the streams are": "compute the gate in fp32, and round the new streams alone",
+    "each hash is the xor of the first ids, multiplied": "multiply each id with a number, and xor them in order",
+    "a row is stored as it is or in groups of fp8": "store e4m3 and a ue8m0 byte a group, or floats",
+    "only its result is read outside": "read the result; recompute what is on the way",
 }
 GENERAL = "change the line at fault so that the rule holds; meanwhile these nodes run as they are: right, only slower"
 
