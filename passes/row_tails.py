@@ -1,0 +1,134 @@
+"""row_tails: what becomes of a row that was normalised: turned by RoPE, then quantised; or one of the two, or neither.
+
+    v -> split, a cos - b sin, ..., cat -> r        a Rotation (turns.py)
+    r -> amax of groups, scale, values, cat -> q    a Format (number_formats.py)
+
+Found by walking from v through what works on numbers and bits, in graph order, and by running the nodes that lead to a
+value of the right shape and type. What a walk may cross is a list, so it ends at products with weights, gathers, writes
+and regions. It may read, beside v, what stood there before v: so no path leaves a tail and comes back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+from torch.fx import Node
+
+from v41.passes.matching import RESHAPES, VIEWS, aten, between, cone, is_constant, is_part, is_pointwise, prims, shape
+from v41.passes.number_formats import Format, formats_of, read_format
+from v41.passes.turns import Rotation, rotation_from
+
+REACH = 200  # nodes behind a value that are looked at: twice what the longest tail has
+CROSSED = VIEWS | {  # beside what works element by element. Not here: `sum` (a tail sums nothing), `index`, `repeat`
+    aten.view.dtype,
+    aten.clone.default,
+    aten.cat.default,
+    aten.amax.default,
+}
+
+MOVED = RESHAPES | {  # what may be done to a table of angles on its way
+    aten.expand.default,
+    aten.clone.default,
+    aten.neg.default,
+    aten.cat.default,
+    prims.convert_element_type.default,
+}
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What becomes of `source`. nodes: on the way to the end, in graph order; not `source`."""
+
+    order: Mapping[Node, int]
+    source: Node
+
+    @cached_property
+    def rotation(self) -> Rotation | None:
+        width, ahead = shape(self.source)[-1], set(reach(self.order, self.source))
+        found = rotation_from(self.order, self.source, width) if isinstance(width, int) else None
+        return found if found is not None and found.result in ahead else None
+
+    @property
+    def turned(self) -> Node | None:
+        return self.rotation.result if self.rotation is not None else None
+
+    @cached_property
+    def _quantised(self) -> tuple[Node, Format] | None:
+        row = self.turned or self.source
+        for node in (walk := reach(self.order, row)):
+            if node.target in RESHAPES or not formats_of(row, node):
+                continue
+            nodes, read = cone(self.order, node, (row,), set(walk).__contains__)
+            if read == [row] and (found := read_format(nodes, row, node)) is not None:
+                return node, found
+        return None
+
+    @property
+    def format(self) -> Format | None:
+        return self._quantised[1] if self._quantised is not None else None
+
+    @property
+    def quantised(self) -> Node | None:
+        return self._quantised[0] if self._quantised is not None else None
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        ends = [node for node in (self.turned, self.quantised) if node is not None]
+        return way(self.order, reach(self.order, self.source), self.source, *ends)
+
+    @property
+    def then(self) -> tuple[str, ...]:
+        """The steps by name."""
+        return ("rope",) * (self.rotation is not None) + ((self.format.name,) if self.format is not None else ())
+
+    @cached_property
+    def tables(self) -> frozenset[Node]:
+        """What is made of cos and sin alone, or of numbers, before they meet the row."""
+        return frozenset(self.rotation.nodes).difference(self.nodes) if self.rotation is not None else frozenset()
+
+    @cached_property
+    def roles(self) -> dict[Node, str]:
+        """What it reads and makes, by name."""
+        found = {self.source: "normed"}
+        if (by := self.rotation) is not None:
+            found |= {by.result: "turned", by.cos: "cos", by.sin: "sin"}
+        return found | ({self._quantised[0]: "quantised"} if self._quantised is not None else {})
+
+
+def reach(order: Mapping[Node, int], source: Node) -> list[Node]:
+    """Nodes that are made of `source`, constants, and what stood before it, in graph order; REACH of them at most."""
+    found: dict[Node, None] = {}
+    queue = [(order[user], user) for user in source.users]
+    heapq.heapify(queue)
+    seen = set(source.users)
+    while queue and len(found) < REACH:
+        _, node = heapq.heappop(queue)  # in graph order: what it reads was seen
+        if not is_pointwise(node) and node.target not in CROSSED and not is_part(node):
+            continue
+        if all(arg is source or arg in found or _stood_before(order, arg, source) for arg in node.all_input_nodes):
+            found[node] = None
+            for user in node.users:
+                if user not in seen and user in order:
+                    seen.add(user)
+                    heapq.heappush(queue, (order[user], user))
+    return list(found)
+
+
+def _stood_before(order: Mapping[Node, int], arg: Node, source: Node) -> bool:
+    """Whether `arg` stands before `source`, or is a constant, or such a value moved, negated or in another type."""
+    if order[arg] < order[source] or is_constant(arg) or arg.op != "call_function":
+        return True
+    value = arg.meta.get("val")
+    if arg.target in MOVED or not isinstance(value, (Tensor, tuple, list)):
+        return all(_stood_before(order, each, source) for each in arg.all_input_nodes)
+    return False
+
+
+def way(order: Mapping[Node, int], walk: Sequence[Node], source: Node, *ends: Node) -> list[Node]:
+    """The nodes of `walk` on the way from `source` to `ends`, those included."""
+    inside = set(walk)
+    return between(order, {source}, ends, may=inside.__contains__)

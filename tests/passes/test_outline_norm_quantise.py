@@ -1,0 +1,197 @@
+"""outline_norm_quantise finds a norm in any spelling, with what follows, and names the rule that a flaw breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx import GraphModule
+
+from tests.invariants import apply, check_pass, copy_program
+from tests.strategies.norms import FLAWS, FORMATS, ROPES, ROTARY, Row, flawed, legal, together
+from tests.strategies.tracing import trace
+from v41.model_def.attention import Attention
+from v41.model_def.config import V41Config
+from v41.model_def.quantization import FP4_RECORD, MXFP4_RECORD
+from v41.model_def.rope import Turn, rotate
+from v41.passes import norms, number_formats, row_tails
+from v41.passes import outline_norm_quantise as module
+from v41.passes.canonicalize import canonicalize
+from v41.passes.outline_norm_quantise import KIND, RULES, outline_norm_quantise
+from v41.regions import region_of, regions
+from v41.report import Decision
+
+FEWER = settings(max_examples=settings.default.max_examples // 12, phases=[Phase.generate])  # each is three norms
+ALL = (  # every rope and every format once
+    Row(rope="the model's", format="fp8 record"),
+    Row("power", "sum over width", "reciprocal", "none", "backwards", "fp4 record", also="normed", eps=1e-6),
+    Row("product", "mean, axis put back", "sqrt", "behind a rounding", "strided", "mxfp4 record by sums", "turned"),
+    Row(division="rsqrt first", rope="halves", format="fp8 by logarithm", also="normed", width=32),
+)
+REST = tuple(Row(format=name) for name in FORMATS if name not in {row.format for row in ALL})
+GROUP = {"fp8": 32, "fp4": 16, "mxfp4": 32}
+
+
+@cache
+def traced(rows: tuple[Row, ...], symbolic: bool) -> GraphModule:
+    """With as many rows as come, or with five: sizes that are symbols make a trace ten times as slow."""
+    fn, moving, still = together(rows)
+    gm = trace(fn, *moving, static=still) if symbolic else trace(fn, static=[*moving, *still])
+    apply(canonicalize, gm)
+    return gm
+
+
+def prepared(*rows: Row, symbolic: bool = False) -> GraphModule:
+    return copy_program(traced(rows, symbolic))
+
+
+def check(decision: Decision, row: Row) -> bool:
+    """Whether `row` became a region; it must say what `row` is, or name the rule of its flaw."""
+    if row.flaw:
+        assert decision.rule == FLAWS[row.flaw]
+        return False
+    assert decision.region is not None, decision
+    attrs = decision.region.attrs
+    wanted = {"width": row.width, "eps": row.eps, "weighted": row.weight != "none", "then": row.then}
+    assert {name: attrs.get(name) for name in wanted} == wanted
+    if row.rope is not None:
+        where = "first" if row.rope == "strided" else "last"
+        pairs = (row.width, "halves") if row.rope == "halves" else (ROTARY, "adjacent")
+        assert attrs["rope"] == (*pairs, where)
+    if row.format in FORMATS:
+        (name, *record) = FORMATS[row.format][0].split("_")
+        assert attrs["format"]["group"] == GROUP[name] and (attrs["format"]["bytes"] is None) is not bool(record)
+    ends = [name for name, also in (("normed", row.also == "normed"), ("turned", row.also == "turned")) if also]
+    last = "quantised" if row.format in FORMATS else "turned" if row.rope is not None else "normed"
+    assert set(attrs["outputs"]) == {*(end if row.rope or end == "normed" else "normed" for end in ends), last}
+    tables = {"cos", "sin"} if row.rope is not None else set()
+    assert set(attrs["operands"]) == {"input", *["weight"] * (row.weight != "none"), *tables}
+    return True
+
+
+def check_all(rows: Sequence[Row], *, symbolic: bool = False) -> list[bool]:
+    gm = prepared(*rows, symbolic=symbolic)
+    decisions = check_pass(outline_norm_quantise, gm, (0, 1, 5) if symbolic else (5,))
+    assert len(decisions) == len(rows)
+    fired = [check(decision, row) for decision, row in zip(decisions, rows, strict=True)]
+    for call in regions(gm, KIND):
+        assert len(call.args) - 2 == len(region_of(call).attrs["operands"])
+    return fired
+
+
+def test_every_rope_and_format_is_found() -> None:
+    rows = (*ALL, *REST)
+    assert {row.rope for row in rows} == {None, *ROPES} and {row.format for row in rows} == set(FORMATS)
+    assert all(check_all(ALL[:1], symbolic=True)) and all(check_all([*ALL[1:], *REST]))
+
+
+def test_legal_norms_fire_and_flawed_ones_do_not() -> None:
+    fired: list[bool] = []
+
+    @FEWER
+    @given(st.tuples(legal, flawed, legal))
+    def draw(rows: tuple[Row, ...]) -> None:
+        fired.extend(check_all(rows))
+
+    draw()
+    assert 0.3 <= sum(fired) / len(fired) <= 0.9
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(flaw: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(Row(flaw=name, format="fp8") for name in FLAWS)
+    at = list(FLAWS).index(flaw)
+    assert [decision.rule for decision in apply(outline_norm_quantise, prepared(*rows))] == list(FLAWS.values())
+    monkeypatch.setattr(module, "RULES", tuple(pair for pair in RULES if pair[0] != FLAWS[flaw]))
+    try:
+        decisions = apply(outline_norm_quantise, prepared(*rows))
+    except (AssertionError, KeyError):  # damage is as good
+        return
+    assert decisions[at].rule != FLAWS[flaw]
+
+
+def test_every_rule_has_a_flaw() -> None:
+    assert set(FLAWS.values()) == dict(RULES).keys()
+
+
+def others(x: Tensor, w: Tensor) -> list[Tensor]:
+    """What other models do to rows: no RMSNorm among it."""
+    f = x.float()
+    return [
+        torch.nn.functional.layer_norm(f, (64,)),
+        torch.nn.functional.normalize(f),
+        f / (f.abs().mean(-1, keepdim=True) + 1e-6),
+        f * torch.rsqrt((f * f).mean(0, keepdim=True) + 1e-6),  # over the rows
+        f.softmax(-1) * torch.rsqrt(w.square().mean() + 1e-6),
+    ]
+
+
+def test_other_norms_are_no_sites() -> None:
+    gm = trace(others, torch.randn(5, 64), static=[torch.randn(64)])
+    apply(canonicalize, gm)
+    assert [decision.rule for decision in check_pass(outline_norm_quantise, gm)] == []
+
+
+ONE = Row(rope="the model's", format="fp8")
+WRONG: dict[str, tuple[Any, str, Any]] = {  # bugs that keep every value: what a region says of itself is wrong
+    "any format is the first": (row_tails, "read_format", lambda nodes, a, b: number_formats.formats_of(a, b)[0]),
+    "no turn is looked for": (row_tails, "rotation_from", lambda order, source, width: None),
+    "the walk ends early": (row_tails, "REACH", 12),
+    "a norm ends with its product": (norms, "end_of_norm", lambda node, is_weight: (node, None)),
+    "all that is read is the row": (module, "role_of", lambda arg, roles: "input"),
+}
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_a_wrong_pass_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*WRONG[bug])
+    (decision,) = apply(outline_norm_quantise, prepared(ONE))
+    with pytest.raises(AssertionError):
+        check(decision, ONE)
+
+
+def test_what_the_bugs_are_planted_in_is_found() -> None:
+    assert check_all([ONE]) == [True]
+
+
+# ---- the plain model
+
+
+class Norms(torch.nn.Module):
+    """All of the plain model that norms a row outside of boundaries: queries and keys, entries, index keys."""
+
+    def __init__(self, config: V41Config) -> None:
+        super().__init__()
+        self.layer = Attention(config, config.roles[config.kv_source_layer_ids[-1]])
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+        by, indexer, compressor = Turn(cos, sin), self.layer.indexer, self.layer.compressor
+        latent = compressor.norm(compressor.wkv(x))  # type: ignore[union-attr]
+        keys = MXFP4_RECORD.encode(rotate(indexer.k_norm(indexer.wk(latent)), by))  # type: ignore[union-attr]
+        return [*self.layer.enter(x, by), *self.layer.enter(-x, by), keys, FP4_RECORD.encode(rotate(latent, by))]
+
+
+def test_the_norms_of_the_plain_model() -> None:
+    """Queries and keys of several calls share one subgraph, and are decided once."""
+    config = V41Config.preset("tiny").replace(weight_dtype="fp8")
+    angles = torch.rand(5, config.qk_rope_head_dim // 2)
+    gm = trace(Norms(config), static=[torch.randn(5, config.hidden_size).bfloat16(), angles.cos(), angles.sin()])
+    apply(canonicalize, gm)
+    decisions = check_pass(outline_norm_quantise, gm, (5,))
+    found = [decision.region.attrs for decision in decisions if decision.region is not None]
+    assert [each["then"] for each in found] == [
+        ("fp8",),
+        ("rope", "fp8_record"),
+        ("rope", "fp4_record"),
+        ("rope", "mxfp4_record"),
+    ]
+    assert len(decisions) == 4 and all(each["eps"] == config.rms_norm_eps for each in found)
+    assert [each["outputs"] for each in found] == [("normed", "quantised"), ("quantised",), ("normed", "quantised"),
+                                                   ("quantised",)]  # fmt: skip
+    assert {each["rope"] for each in found} == {None, (config.qk_rope_head_dim, "adjacent", "last")}
