@@ -1,0 +1,239 @@
+"""Programs on the rows of a ragged step, drawn as lists of steps: some keep rows apart, some read others, some mix all.
+
+    x [T, 8] of requests in chunks; x[logit_rows] is returned, and rings and a cache are written on the way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from v41.passes.canonicalize import canonicalize
+
+WIDTH, WINDOW, SLOTS, CAPACITY, EXPERTS, PICKS = 8, 3, 4, 48, 5, 2
+
+
+class Step(NamedTuple):
+    """The inputs with rows, in the order in which they are traced; all [T] but for what says otherwise."""
+
+    x: Tensor  # [T, 8]
+    positions: Tensor
+    stops: Tensor
+    slots: Tensor
+    requests: Tensor
+    columns: Tensor
+    first_rows: Tensor  # [R]
+    longest: Tensor  # [Q]
+    logit_rows: Tensor  # [L]
+    weight: Tensor  # [8, 8]
+    experts: Tensor  # [5, 8, 8]
+    ring: Tensor  # [slots + 1, window, 8]
+    tail: Tensor  # [slots + 1, 8]
+    cache: Tensor  # [slots + 1, capacity, 8]
+
+
+SIZES = ("rows",) * 6 + ("requests", "longest", "logits")  # the first dimension of each; other inputs are static
+
+
+def step(chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True) -> Step:
+    """chunks: (first position, rows) of each request."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [n for _, n in chunks]
+    first = [sum(rows[:i]) for i in range(len(rows))]
+    repeats, total = torch.tensor(rows), sum(rows)
+
+    def per_row(values: list[int]) -> Tensor:
+        return torch.tensor(values).repeat_interleave(repeats)
+
+    columns = torch.arange(total) - per_row(first)
+    ends = torch.tensor([f + n - 1 for f, n in zip(first, rows, strict=True)])
+    sizes = ((WIDTH, WIDTH), (EXPERTS, WIDTH, WIDTH), (SLOTS + 1, WINDOW, WIDTH), (SLOTS + 1, WIDTH))
+    weights = [torch.randn(*size, generator=generator) for size in (*sizes, (SLOTS + 1, CAPACITY, WIDTH))]
+    return Step(
+        torch.randn(total, WIDTH, generator=generator),
+        per_row([start for start, _ in chunks]) + columns,
+        per_row([start + n for start, n in chunks]),
+        per_row(list(range(len(chunks)))),
+        per_row(list(range(len(chunks)))),
+        columns,
+        torch.tensor(first),
+        torch.arange(max(rows)),
+        ends if last_only else torch.arange(total).flip(0)[: max(total // 2, 1)],
+        *weights,
+    )
+
+
+def window_rows(s: Step) -> Tensor:
+    row = torch.arange(s.x.shape[0])
+    return (row.unsqueeze(-1) - torch.arange(WINDOW - 1, -1, -1)).clamp(min=0)
+
+
+def experts(x: Tensor, s: Step, grouped: bool) -> Tensor:
+    """Two picks a row, sorted by expert and back."""
+    picks = (x @ s.weight[:, :EXPERTS]).nan_to_num().topk(PICKS, -1).indices
+    flat = picks.flatten()
+    order = flat.argsort(stable=True)
+    if grouped:
+        ends = torch.searchsorted(flat[order], torch.arange(EXPERTS), right=True, out_int32=True)
+        weights = s.experts.bfloat16()
+        y = torch.nn.functional.grouped_mm(x.bfloat16()[order // PICKS], weights, offs=ends).float()
+    else:
+        y = x[order // PICKS] * s.experts[flat[order], 0]
+    return y[order.argsort()].view(x.shape[0], PICKS, WIDTH).sum(1)
+
+
+def by_request(x: Tensor, s: Step) -> Tensor:
+    grid = (s.first_rows.unsqueeze(-1) + s.longest).clamp(max=x.shape[0] - 1)
+    return (x[grid].unflatten(-1, (2, 4)).relu().flatten(2) * s.weight[0])[s.requests, s.columns]
+
+
+def write_ring(x: Tensor, s: Step) -> Tensor:
+    last = s.positions >= s.stops - WINDOW
+    s.ring[torch.where(last, s.slots, SLOTS), s.positions % WINDOW] = x
+    return x
+
+
+def write_ring_otherwise(x: Tensor, s: Step) -> Tensor:
+    s.ring[torch.where(s.stops > s.positions + WINDOW, SLOTS, s.slots), s.positions % WINDOW] = x * 2
+    return x
+
+
+def write_tail(x: Tensor, s: Step) -> Tensor:
+    s.tail[torch.where(s.positions == s.stops - 1, s.slots, SLOTS)] = x
+    return x
+
+
+def write_cache(x: Tensor, s: Step) -> Tensor:
+    s.cache[s.slots, s.positions] = x
+    return x
+
+
+Change = Callable[[Tensor, Step], Tensor]
+LOCAL: dict[str, Change] = {
+    "gelu": lambda x, s: torch.nn.functional.gelu(x),
+    "norm": lambda x, s: x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt(),
+    "softmax": lambda x, s: x.softmax(-1),
+    "product": lambda x, s: x @ s.weight,
+    "einsum in groups": lambda x, s: torch.einsum("tgd,grd->tgr", x.view(-1, 2, 4), s.experts[:2, :4, :4]).flatten(1),
+    "transposed product": lambda x, s: (s.weight @ x.t()).t(),
+    "heads": lambda x, s: torch.einsum("thd,tkd->thk", x.view(-1, 2, 4), x.view(-1, 2, 4)).flatten(1).repeat(1, 2),
+    "halves": lambda x, s: torch.cat((x[:, 4:], x[:, :4]), 1),
+    "sorted channels": lambda x, s: x.sort(-1).values,
+    "best channels": lambda x, s: x.gather(-1, x.nan_to_num().topk(4).indices).repeat(1, 2),
+    "channels turned around": lambda x, s: x.flip(-1),
+    "cumulative": lambda x, s: x.cumsum(-1),
+    "stacked": lambda x, s: torch.stack((x, x + 1), 1).sum(1),
+    "position": lambda x, s: x * s.positions.unsqueeze(-1).cos(),
+    "masked": lambda x, s: torch.where((s.positions == s.stops - 1).unsqueeze(-1), x, 0.5),
+    "table": lambda x, s: x + s.cache[s.slots, s.positions],
+    "own row": lambda x, s: x + x[torch.arange(x.shape[0])],
+    "experts": lambda x, s: experts(x, s, grouped=False),
+    "grouped experts": lambda x, s: experts(x, s, grouped=True),
+    "by request": by_request,
+}
+READS_BEFORE: dict[str, Change] = {
+    "window": lambda x, s: x[window_rows(s)].sum(1),
+    "row before": lambda x, s: x - x[(torch.arange(x.shape[0]) - 1).clamp(min=0)],
+    "two rows before": lambda x, s: x + x.index_select(0, torch.relu(torch.arange(x.shape[0]) - 2)),
+}
+WRITES: dict[str, Change] = {
+    "ring": write_ring, "ring otherwise": write_ring_otherwise, "tail": write_tail, "cache": write_cache,
+}  # fmt: skip
+MIXES: dict[str, Change] = {
+    "sum of rows": lambda x, s: x - x.sum(0),
+    "softmax of rows": lambda x, s: x.softmax(0),
+    "rows so far": lambda x, s: x.cumsum(0),
+    "sorted rows": lambda x, s: x.sort(0).values,
+    "turned around": lambda x, s: x.flip(0),
+    "first row": lambda x, s: x + x[0],
+    "all pairs": lambda x, s: (x @ x.t()).softmax(-1) @ x,
+    "row behind": lambda x, s: x + x[(torch.arange(x.shape[0]) + 1).clamp(max=x.shape[0] - 1)],
+    "wrapped around": lambda x, s: x + x[torch.arange(x.shape[0]) - 1],
+    "other order": lambda x, s: x + x[x[:, 0].nan_to_num().argsort()],
+    "places": lambda x, s: x + x[:, 0].nan_to_num().argsort().argsort().unsqueeze(-1),
+    "places of picks": lambda x, s: x + x[:, :2].nan_to_num().flatten().argsort().argsort().view(-1, 2)[:, :1],
+    "by its number": lambda x, s: x + x[s.slots],
+    "sorted by place": lambda x, s: sorted_by_place(x),
+    "scattered": lambda x, s: torch.zeros_like(x).index_put((s.positions % x.shape[0],), x, accumulate=True),
+}
+STEPS = LOCAL | READS_BEFORE | WRITES | MIXES
+Program = list[str]
+
+
+def sorted_by_place(x: Tensor) -> Tensor:
+    """What is added to a row is the place that the sort gave it."""
+    order = x[:, 0].nan_to_num().argsort()
+    y = x[order] + torch.arange(x.shape[0]).unsqueeze(-1)
+    return y[order.argsort()]
+
+
+def programs(*kinds: dict[str, Change]) -> st.SearchStrategy[Program]:
+    names = [name for kind in kinds for name in sorted(kind)]
+    return st.lists(st.sampled_from(names), min_size=1, max_size=6)
+
+
+def build(program: Program, returned: bool = False) -> tuple[GraphModule, dict[str, Node]]:
+    """The canonical graph of the steps one after another, which gives x[logit_rows], and its inputs by name.
+
+    `returned`: gives all rows of x as well.
+    """
+    graph, inputs = Graph(), dict[str, Node]()
+    for name, fake in zip(Step._fields, fakes(), strict=True):
+        inputs[name] = graph.placeholder(name)
+        inputs[name].meta["val"] = fake
+    x = inputs["x"]
+    for name in program:
+        x = append(graph, captured(name), {**inputs, "x": x})
+    logits = append(graph, captured("logits"), {**inputs, "x": x})
+    graph.output((logits, x) if returned else (logits,))
+    return GraphModule({}, graph), inputs
+
+
+def append(graph: Graph, piece: GraphModule, given: dict[str, Node]) -> Node:
+    """The result of `piece`, whose nodes are copied to the end of `graph`."""
+    inputs = [node for node in piece.graph.nodes if node.op == "placeholder"]
+    result = graph.graph_copy(piece.graph, dict(zip(inputs, (given[name] for name in Step._fields), strict=True)))
+    assert isinstance(result, Node)
+    return result
+
+
+@cache
+def fakes() -> tuple[Tensor, ...]:
+    """The inputs with symbols for sizes, the same for all programs."""
+    shapes, inputs = ShapeEnv(), step([(0, 2), (0, 3)])
+    with shapes.ignore_fresh_unbacked_symbols():
+        symbols = {name: shapes.create_unbacked_symint() for name in dict.fromkeys(SIZES)}
+    for symbol in symbols.values():
+        torch._check(symbol >= 2)
+    with FakeTensorMode(shape_env=shapes):
+        return tuple(
+            torch.empty(symbols[SIZES[i]] if i < len(SIZES) else each.shape[0], *each.shape[1:], dtype=each.dtype)
+            for i, each in enumerate(inputs)
+        )
+
+
+@cache
+def captured(name: str) -> GraphModule:
+    """The functional ATen graph of one step, traced once; quicker than through Dynamo, for there are many programs."""
+
+    def run(*inputs: Tensor) -> Tensor:
+        return STEPS[name](inputs[0], Step(*inputs)) if name != "logits" else inputs[0][Step(*inputs).logit_rows]
+
+    functional = torch.func.functionalize(run, remove="mutations")
+
+    def spelled_out(a, b, c, d, e, f, g, h, i, j, k, l, m, n):  # type: ignore[no-untyped-def]  # make_fx takes no *args
+        return functional(a, b, c, d, e, f, g, h, i, j, k, l, m, n)
+
+    gm = make_fx(spelled_out, decomposition_table=select_decomp_table(), tracing_mode="fake")(*fakes())
+    canonicalize(gm)
+    return gm
