@@ -35,6 +35,23 @@ HINTS = {
     "each hash is the xor of the first ids, multiplied": "multiply each id with a number, and xor them in order",
     "a row is stored as it is or in groups of fp8": "store e4m3 and a ue8m0 byte a group, or floats",
     "only its result is read outside": "read the result; recompute what is on the way",
+    "the scores are a sum over heads of weighed, rectified products of queries and keys":
+        "score by sum_h w_h relu(q_h . k), every head once",
+    "the picks are the best entries that a row may see, ascending, then -1":
+        "sort the top-k entries and put -1 where none is left",
+    "the blocks kept are the best by their best entry, and that of the newest entry a row sees":
+        "rank blocks by their largest score, the newest block first",
+    "only picks and kept blocks are read outside": "return picks and kept blocks alone, no scores",
+    "the candidates are blocks that another indexer keeps, each repeated for its entries":
+        "hand the kept blocks on as they are, repeated for their entries",
+    "there are as many candidates as picks": "keep more blocks of entries, or pick fewer",
+    "ties go to the lower entry": "rank unique keys, or sort with stable=True",
+    "keys are taken from a cache, by slots of requests and numbers of entries":
+        "index the stored records by slot and entry",
+    "rows, requests, columns and blocks are counted by sizes of their own":
+        "mark rows, requests, columns and blocks as sizes that differ",
+    "every size in it is one of rows, requests, columns or entries":
+        "derive the sizes in the indexer from rows, requests and entries by sums and products",
 }
 GENERAL = "change the line at fault so that the rule holds; meanwhile these nodes run as they are: right, only slower"
 
