@@ -119,7 +119,8 @@ class Parts(Scored):
     @cached_property
     def ties(self) -> str:
         """ "lower_index" or "any": which of entries with one score is picked."""
-        return "lower_index" if self.picks is not None and self._picks(self.picks, tied=True) else "any"
+        told = self.picks is not None and _ranks_all(self.ranking) and self._picks(self.picks, tied=True)
+        return "lower_index" if told else "any"
 
     @property
     def k(self) -> int:
@@ -130,7 +131,7 @@ class Parts(Scored):
     @cached_property
     def kept(self) -> Node | None:
         """[T, blocks] bool, the blocks that are kept."""
-        if self.block_ranking is None:
+        if self.block_ranking is None or not _ranks_all(self.block_ranking):
             return None
         behind = _behind(self.block_ranking)
         return next((node for node in self.after if node in behind and self._keeps(node)), None)
@@ -251,6 +252,12 @@ def _ranking_of(scores: Node) -> Node | None:
                 seen.add(user)
                 stack.append(user)
     return None
+
+
+def _ranks_all(ranking: Node) -> bool:
+    """Whether no two of what it ranks count as equal: a top-k of floats may take either."""
+    value = fake(ranking.args[0])
+    return value is not None and (not value.is_floating_point() or bool(ranking.kwargs.get("stable")))
 
 
 def _behind(node: Node) -> set[Node]:

@@ -9,16 +9,29 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule
 
 from tests.invariants import apply, check_pass, copy_program
 from tests.strategies.index_scores import FLAWS, WIDTH, Indexer, flawed, legal, with_flaw
 from tests.strategies.tracing import trace
+from v41._compat_trace import functional_aten
+from v41.model_def.batch import Batch, Chunk, build_batch
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+from v41.model_def.indexer import Indexer as PlainIndexer
+from v41.model_def.indexer import Selection
+from v41.model_def.quantization import MXFP4_RECORD
+from v41.model_def.rope import both_frequencies
+from v41.model_def.step import plan_step
 from v41.passes import outline_index_scores as module
 from v41.passes.canonicalize import canonicalize
+from v41.passes.index_choice import Parts
 from v41.passes.outline_index_scores import KIND, RULES, outline_index_scores
+from v41.passes.restrict_index_scores import restrict_index_scores
 from v41.regions import regions
+from v41.report import Decision
 
 FEWER = settings(max_examples=settings.default.max_examples // 4, phases=[Phase.generate])  # shrinking takes minutes
 SLOW = pytest.mark.slow
@@ -116,3 +129,85 @@ def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(flaw: str, monkeypatch:
 def test_a_choice_without_scores_is_no_site() -> None:
     gm = trace(lambda x: x.relu().topk(2, dim=-1).indices, torch.randn(5, 4))
     assert check_pass(outline_index_scores, gm) == []
+
+
+# ---- the plain model
+
+
+class Indexers(torch.nn.Module):
+    """The index sources of the plain model, each with queries of its own and the stored keys that it shares."""
+
+    def __init__(self, config: V41Config) -> None:
+        super().__init__()
+        self.config = config
+        self.roles = [role for role in config.roles if role.owns_indexer]
+        self.layers = torch.nn.ModuleList(PlainIndexer(config, role) for role in self.roles)
+        freqs = both_frequencies(config)
+        self.register_buffer("plain", freqs[0])
+        self.register_buffer("compressed", freqs[1])
+
+    def forward(self, x: Tensor, latent: Tensor, batch: Batch, cache: Cache) -> list[Tensor]:
+        step = plan_step(batch, cache, self.config.sliding_window, self.plain, self.compressed)
+        selection: Selection | None = None
+        picks = []
+        for role, layer in zip(self.roles, self.layers, strict=True):
+            assert role.kv_source is not None
+            selection = layer(x, latent, cache.index_keys[role.kv_source], step, selection)
+            picks.append(selection.picks)  # type: ignore[union-attr]
+        return picks
+
+
+@SLOW
+def test_the_plain_model_has_a_region_an_index_source_and_re_indexers_can_be_restricted() -> None:
+    config = V41Config.preset("tiny")
+    model, cache = Indexers(config), Cache.zeros(config, 2, 64)
+    batch = build_batch(config, cache, [Chunk(list(range(40)), 20, 0), Chunk(list(range(30)), 29, 1)])
+    for stored in cache.index_keys.values():
+        stored.copy_(MXFP4_RECORD.encode(torch.randn(*stored.shape[:2], config.index_head_dim).bfloat16()))
+    x, latent = torch.randn(21, config.hidden_size).bfloat16(), torch.randn(21, config.q_lora_rank).bfloat16()
+    decisions: list[Decision] = []
+
+    def lower(gm: GraphModule, inputs: Any) -> Any:
+        for each in (canonicalize, outline_index_scores, restrict_index_scores):
+            decisions.extend(apply(each, gm))
+
+        def run(args: list[Any]) -> Any:
+            return gm(*args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with torch.no_grad():
+        wanted = model(x, latent, batch, cache)
+        torch.compiler.reset()
+        run = torch.compile(model, backend=lambda gm, inputs: functional_aten(gm, inputs, lower, lower))
+        for tensor in (x, latent):
+            torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="rows")
+        for found, expected in zip(run(x, latent, batch, cache), wanted, strict=True):
+            assert torch.equal(found, expected)
+    attrs = [decision.region.attrs for decision in decisions if decision.region and decision.region.kind == KIND]
+    again = sum(role.candidate_source is not None for role in model.roles)
+    assert [each["role"] for each in attrs] == ["source", "candidate_source", *["re_indexer"] * 2 * again]
+    assert ["restricted" in each for each in attrs] == [False] * len(model.roles) + [True] * again
+    for each, role in zip(attrs, model.roles, strict=False):
+        told = each["heads"], each["width"], each["k"], each["ratio"], each["record_bytes"]
+        assert told == (config.index_n_heads, config.index_head_dim, config.index_topk, role.ratio, 34)
+        assert each["scale"] == (config.index_head_dim * config.index_n_heads) ** -0.5
+    assert (attrs[1]["block"], attrs[1]["keep"]) == (config.candidate_block_size, config.candidate_topk_blocks)
+
+
+WRONG: dict[str, tuple[str, Any, Indexer]] = {  # bugs of what is read: each must show in what a region says, or not
+    "any sum is the sum": ("scale", 0.5, with_flaw(PLAIN, "weights squared")),
+    "any choice is the choice": ("_picks", lambda self, node, tied: True, with_flaw(PLAIN, "the best first")),
+    "any blocks are the blocks": ("_keeps", lambda self, node: True, with_flaw(PLAIN, "sees one more")),
+    "ties are not asked": ("ties", "lower_index", with_flaw(PLAIN, "")),
+}
+
+
+@SLOW
+@pytest.mark.parametrize("bug", WRONG)
+def test_a_wrong_pass_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong, indexer = WRONG[bug]
+    monkeypatch.setattr(Parts, name, wrong)
+    with pytest.raises((AssertionError, AttributeError, TypeError)):
+        check(indexer)

@@ -177,6 +177,10 @@ class Indexer:
         best = CHOICES[self.choice](scores, self.k)
         if self.flaw == "the best first":
             return torch.where(scores.gather(-1, best) > -torch.inf, best, -1)
+        if self.flaw == "a size of another kind":  # legal here, but not where sizes change
+            behind = torch.sym_max(scores.shape[-1], scores.shape[0])
+            picks = torch.where(scores.gather(-1, best) > -torch.inf, best, behind).sort(-1).values
+            return torch.where(picks < behind, picks, -1)
         if self.choice == "unique keys":
             picks = ascending_picks(scores, self.k)
         else:
