@@ -52,6 +52,17 @@ HINTS = {
         "mark rows, requests, columns and blocks as sizes that differ",
     "every size in it is one of rows, requests, columns or entries":
         "derive the sizes in the indexer from rows, requests and entries by sums and products",
+    "the keys are the values, one latent for all heads": "read values from what the scores were taken with",
+    "all sizes but that of the rows are numbers": "gather as many keys for every row, and hide what it may not see",
+    "it reads queries, one or two branches of keys with a mask each, and a sink": "give each branch a mask of its own",
+    "scores and sums are fp32, and p is rounded for the values alone": "cast p for its product with values alone",
+    "it is a softmax of scaled scores, hidden keys left out, a sink in the total": "give hidden keys a score of -inf",
+    "the output turns back by what turned the queries": "turn both by one table, the output with -sin",
+    "RoPE is fp32, rounded once": "cast what turns to fp32 first, and round the result once",
+    "only its output is read outside": "return and reuse the output alone, no step on the way to it",
+    "between the products stand views, one cast and one rounding to groups at most": "round by fake_quant of a format",
+    "the grouped product is rounded once": "multiply in fp32 and cast, or in bf16 without another cast",
+    "each group of heads meets its own A, and all meet B": "lay the groups of heads, and their results, side by side",
 }
 GENERAL = "change the line at fault so that the rule holds; meanwhile these nodes run as they are: right, only slower"
 
