@@ -5,8 +5,8 @@ Inductor keeps values in fp32 registers and drops `.to(bf16).float()` between fu
 pattern matcher and compile under settings that make it round where eager rounds. A piece is a functional ATen graph
 with fake-tensor meta; sizes may be symbolic or unbacked. A cache write (index_put and copy_ back, or index_put_)
 stays in place: `reorder_for_locality` would move a read behind the write and force a copy of the whole cache. Regions
-are inlined first, so that Inductor fuses across them. Sizes have tiers (tiers.py): of an unbacked size Inductor knows
-nothing, and its code for any number of rows cost a decode step of 256 rows twice the time of code for a known number.
+are inlined first, so that Inductor fuses across them. Sizes have tiers (tiers.py), each compiled over sizes that torch
+may ask about (_compat_sizes.py): of an unbacked size it knows nothing, and writes each view of a computed value out.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from v41._compat import (
     inductor_settings,
     keep_output_strides,
     keep_rounding_of,
+    outside_of_tracing,
     run_as_eager,
 )
 from v41._compat_cache import loaded_inductor_code, stored_inductor_code
-from v41._compat_ranges import sizes_at_most
+from v41._compat_sizes import with_sizes
+from v41.lowering.narrow_products import narrow_products
 from v41.lowering.piece_inputs import checker
-from v41.lowering.tiers import Limits, chooser, distinct
+from v41.lowering.tiers import Limits, Tier, chooser, distinct
 from v41.regions import flatten
 
 Artifact = Callable[..., tuple[Any, ...]]
@@ -71,25 +73,41 @@ def compile_piece(
 
     Works inside a backend's compile and alone. `name` stands in the error for inputs the piece was not compiled for.
     tiers: ranges of sizes that get code of their own, narrowest first; `beyond` runs what none of them holds. Without
-    tiers there is one code for all sizes.
+    tiers, and where a call does not tell all sizes, there is one code for all sizes.
     """
     assert beyond is not None or not tiers
     piece = flatten(gm)
     drop_whole_slices(piece)
+    narrowed = narrow_products(piece)
     placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
     metas = [node.meta["val"] for node in placeholders]
     keep_output_strides(piece.graph)
     check = checker(name, [node.name for node in placeholders], metas)
-    ranges = distinct(tiers, metas) or [{}]
-    codes = []
-    for limits in ranges:
-        with sizes_at_most(metas, limits):
-            codes.append(inductor_compile(piece, metas, inductor_settings(SETTINGS), mark, str(limits)))
-    return InductorPiece(check, chooser(ranges, metas), codes, beyond)
+    settings, found, codes = inductor_settings(SETTINGS), list[Tier](), list[Code]()
+    for limits, large in with_large(distinct(tiers, metas)):
+        if large and found and not found[-1].conditions:
+            continue
+        with outside_of_tracing():  # of AOTAutograd, whose fake tensors are of other sizes
+            sized = with_sizes(piece, limits, large=large)
+            code = inductor_compile(sized.gm, sized.metas, settings, mark, f"{limits}, large: {large}")
+        if not sized.is_pinned():
+            codes.append(code)
+            found.append(Tier(limits, tuple(sized.conditions())))
+    if not codes:
+        codes, found = [inductor_compile(piece, metas, settings, mark)], [Tier()]
+    return InductorPiece(check, chooser(found, metas), codes, beyond, narrowed)
+
+
+def with_large(ranges: Sequence[Limits]) -> list[tuple[Limits, bool]]:
+    """The ranges, then the widest once more for large sizes in it: it may have taken for granted that they are none."""
+    return [*((limits, False) for limits in ranges), *((limits, True) for limits in ranges[-1:])]
 
 
 class InductorPiece:
-    """Inductor's codes, one a tier, behind the check of inputs. A stored one runs under the settings of its making."""
+    """Inductor's codes, one a tier, behind the check of inputs. A stored one runs under the settings of its making.
+
+    narrowed: how many products run on 16-bit floats though the model widens them.
+    """
 
     def __init__(
         self,
@@ -97,8 +115,9 @@ class InductorPiece:
         choose: Callable[[Sequence[object]], int],
         codes: Sequence[Code],
         beyond: Artifact | None,
+        narrowed: int = 0,
     ) -> None:
-        self.check, self.choose, self.codes, self.beyond = check, choose, codes, beyond
+        self.check, self.choose, self.codes, self.beyond, self.narrowed = check, choose, codes, beyond, narrowed
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         self.check(args)
@@ -147,7 +166,7 @@ def mark(graph: Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and (narrow(node) or any(map(narrow, node.all_input_nodes))):
             keep_rounding_of(node)
-        if may_round_otherwise(node):
+        if may_round_otherwise(node) or sorts_on_gpu(node):
             run_as_eager(node)
 
 
@@ -161,6 +180,12 @@ def may_round_otherwise(node: Node) -> bool:
     values = node.meta.get("val")
     values = values if isinstance(values, (tuple, list)) else [values]
     return any(isinstance(value, Tensor) and value.is_cpu and value.dtype.is_floating_point for value in values)
+
+
+def sorts_on_gpu(node: Node) -> bool:
+    """Inductor sorts a row in one warp: 140 µs for one of 512 on an H200, where eager's radix sort takes 28."""
+    value = node.meta.get("val")
+    return node.target in (aten.sort.default, aten.sort.stable) and value is not None and value[0].is_cuda
 
 
 @cache

@@ -139,6 +139,9 @@ def build(
         told = [", ".join(dict.fromkeys(f"{plan.sizes[u]} <= {most}" for u, most in each.items())) for each in ranges]
         report.options["code for"] = ("; ".join(told), "v41; beyond these, Inductor's pieces run their ATen nodes")
     artifacts = {key: artifact(bodies[key], names, order, report, ranges) for key, names in plan.keys.items()}
+    narrowed = sum(getattr(made, "narrowed", 0) for made in artifacts.values())
+    if narrowed:
+        report.options["products"] = (f"{narrowed} of widened 16-bit floats take them as they are", "v41; sums in fp32")
     report.seconds["codegen"] = clock() - start
     report.plan, report.pieces, report.artifacts = plan, len(plan.pieces), len(artifacts)
     return plan, artifacts
