@@ -63,6 +63,14 @@ HINTS = {
     "between the products stand views, one cast and one rounding to groups at most": "round by fake_quant of a format",
     "the grouped product is rounded once": "multiply in fp32 and cast, or in bf16 without another cast",
     "each group of heads meets its own A, and all meet B": "lay the groups of heads, and their results, side by side",
+    "rows of x are taken by expert, for every pick once": "sort the picks, take x by them, and count where experts end",
+    "weights, and what they are multiplied with, have one format each":
+        "store W1, W3 and W2 alike, and round what each of them reads in the same way",
+    "W2 reads silu(W1 x) * W3 x, both clamped by one limit or neither":
+        "clamp the gate above and the other branch on both sides, by one number",
+    "the router's weight enters before W2": "multiply the activation by the weight, before it is rounded",
+    "the outputs of a row's picks are added, and nothing else is": "sum what W2 gives for the picks of a row",
+    "only the input of W2 and the sum are rounded": "compute activation and sum in fp32, and round each at its end",
 }
 GENERAL = "change the line at fault so that the rule holds; meanwhile these nodes run as they are: right, only slower"
 
