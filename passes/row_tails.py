@@ -11,7 +11,7 @@ and regions. It may read, beside v, what stood there before v: so no path leaves
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,10 +59,11 @@ class Tail:
     @cached_property
     def _quantised(self) -> tuple[Node, Format] | None:
         row = self.turned or self.source
-        for node in (walk := reach(self.order, row)):
+        walk = dict.fromkeys(reach(self.order, row))
+        for node in walk:
             if node.target in RESHAPES or not formats_of(row, node):
                 continue
-            nodes, read = cone(self.order, node, (row,), set(walk).__contains__)
+            nodes, read = cone(self.order, node, (row,), walk.__contains__)
             if read == [row] and (found := read_format(nodes, row, node)) is not None:
                 return node, found
         return None
@@ -77,8 +78,8 @@ class Tail:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        ends = [node for node in (self.turned, self.quantised) if node is not None]
-        return way(self.order, reach(self.order, self.source), self.source, *ends)
+        ends = (self.source, self.turned), (self.turned or self.source, self.quantised)
+        return [node for start, end in ends if end is not None for node in way(self.order, start, end)]
 
     @property
     def then(self) -> tuple[str, ...]:
@@ -128,7 +129,6 @@ def _stood_before(order: Mapping[Node, int], arg: Node, source: Node) -> bool:
     return False
 
 
-def way(order: Mapping[Node, int], walk: Sequence[Node], source: Node, *ends: Node) -> list[Node]:
-    """The nodes of `walk` on the way from `source` to `ends`, those included."""
-    inside = set(walk)
-    return between(order, {source}, ends, may=inside.__contains__)
+def way(order: Mapping[Node, int], source: Node, end: Node) -> list[Node]:
+    """The nodes within reach of `source` that lead from it to `end`, that included, in graph order."""
+    return between(order, {source}, [end], may=set(reach(order, source)).__contains__)

@@ -32,6 +32,7 @@ from tests.strategies.engrams import (
     legal_lookups,
     together,
 )
+from tests.strategies.norms import trace_as_is
 from tests.strategies.tracing import trace
 from v41.model_def.config import V41Config
 from v41.model_def.engram import Engram
@@ -45,7 +46,7 @@ from v41.passes.records import decode
 from v41.regions import flatten
 from v41.report import Decision
 
-FEWER = settings(max_examples=settings.default.max_examples // 12, phases=[Phase.generate])
+FEWER = settings(max_examples=settings.default.max_examples // 6, phases=[Phase.generate])
 FLAWS = LOOKUP_FLAWS | GATE_FLAWS
 ALL: tuple[Part, ...] = (
     Lookup(),
@@ -66,7 +67,7 @@ def _drawn_for_all_that_regions_do(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def traced(parts: tuple[Part, ...]) -> GraphModule:
     fn, tensors = together(parts)
-    gm = trace(fn, static=tensors)
+    gm = trace_as_is(fn, tensors)
     apply(canonicalize, gm)
     return gm
 
@@ -153,7 +154,7 @@ def others(x: Tensor, ids: Tensor, table: Tensor, gate: Tensor) -> list[Tensor]:
 
 
 def test_other_tables_and_gates_are_no_sites() -> None:
-    gm = trace(others, static=[torch.randn(5, 3, 8), torch.arange(5), torch.randn(11, 8), torch.randn(5, 3)])
+    gm = trace_as_is(others, [torch.randn(5, 3, 8), torch.arange(5), torch.randn(11, 8), torch.randn(5, 3)])
     apply(canonicalize, gm)
     assert not any(decision.applied for decision in check_pass(outline_engram, gm, (5,)))
 
@@ -161,7 +162,7 @@ def test_other_tables_and_gates_are_no_sites() -> None:
 def test_rows_by_what_was_computed_hang_on_more_than_ids() -> None:
     """The same look-up, by ids that a float decided."""
     fn, (_, *rest) = together([Lookup()])
-    gm = trace(lambda x, *given: fn((x * 10).long(), *given), static=[torch.rand(5, 3), *rest])
+    gm = trace_as_is(lambda x, *given: fn((x * 10).long(), *given), [torch.rand(5, 3), *rest])
     apply(canonicalize, gm)
     (decision,) = apply(outline_engram, gm)
     assert decision.region is not None and decision.region.attrs["ids_alone"] is False
