@@ -4,6 +4,8 @@
     number                              in [low, high]
     row                                 the number of its own row + [low, high]; natural: never negative
     position, stop                      the position of its row, or the end of its chunk, + [low, high]
+    start, late floor                   the first position of the chunk; see Ragged
+    in step, above late floor           true where the position of a key, `offsets` from its row's, is not below these
     last, not last                      true (false) where a row is among the last `low` of its chunk
     kept                                a place for the last `low` rows of a chunk, the number `high` for all others
     pick                                the number of its pick, T * low of them, in the order of a sort
@@ -13,7 +15,8 @@
     last row                            the number of the last row
     request, column of row, first row, column, grid     see Ragged
 
-Interval arithmetic over exact integers; what is not known means nothing (None).
+offsets: what is added along the last dimension, where that is known. Interval arithmetic over exact integers; what is
+not known means nothing (None).
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ import torch
 from torch import ops
 from torch.fx import Node
 
+from v41.passes.matching import shape
+
 aten, prims = ops.aten, ops.prims
+FLOORS = {"start": "in step", "late floor": "above late floor"}
 SHIFTED = ("number", "row", "position", "stop")  # those that a number may be added to
 
 
@@ -36,10 +42,16 @@ class Meaning:
     high: int = 0
     natural: bool = False
     by: tuple[Node, ...] = ()  # the sort, behind the subgraph calls it happens in
+    offsets: tuple[int, ...] = ()
 
-    def plus(self, low: int, high: int) -> Meaning:
+    def plus(self, low: int, high: int, offsets: tuple[int, ...] = ()) -> Meaning:
         natural = self.of in ("number", "row") and self.low + low >= 0
-        return replace(self, low=self.low + low, high=self.high + high, natural=natural)
+        known: tuple[int, ...] = ()
+        if self.offsets and low == high:
+            known = tuple(each + low for each in self.offsets)
+        elif offsets and not self.offsets and self.low == self.high:
+            known = tuple(self.low + each for each in offsets)
+        return replace(self, low=self.low + low, high=self.high + high, natural=natural, offsets=known)
 
 
 def number(value: object) -> Meaning | None:
@@ -54,16 +66,16 @@ def _add(node: Node, known: Known) -> Meaning | None:
         case (Meaning(of="first row"), Meaning(of="column")) | (Meaning(of="column"), Meaning(of="first row")):
             return Meaning("grid")
         case (Meaning(of=of) as base, Meaning(of="number") as by) if of in SHIFTED and not node.kwargs:
-            return base.plus(by.low, by.high)
+            return base.plus(by.low, by.high, by.offsets)
         case (Meaning(of="number") as by, Meaning(of=of) as base) if of in SHIFTED and not node.kwargs:
-            return base.plus(by.low, by.high)
+            return base.plus(by.low, by.high, by.offsets)
     return None
 
 
 def _sub(node: Node, known: Known) -> Meaning | None:
     match known:
         case (Meaning(of=of) as base, Meaning(of="number") as by) if of in SHIFTED and not node.kwargs:
-            return base.plus(-by.high, -by.low)
+            return base.plus(-by.high, -by.low, tuple(-each for each in by.offsets))
     return None
 
 
@@ -104,6 +116,9 @@ def _compare(node: Node, known: Known) -> Meaning | None:
             name = str(node.target).split(".")[1]
         case (Meaning(of="stop") as stop, Meaning(of="position") as position):
             name = _MIRRORED[str(node.target).split(".")[1]]
+        case (Meaning(of="position") as key, Meaning(of=floor)) if floor in FLOORS and key.offsets:
+            is_above = str(node.target).split(".")[1] == "ge"
+            return Meaning(FLOORS[floor], offsets=key.offsets) if is_above else None
         case _:
             return None
     if position.low != position.high or stop.low != stop.high:
@@ -144,7 +159,10 @@ def _where(node: Node, known: Known) -> Meaning | None:
 
 
 def _same(node: Node, known: Known) -> Meaning | None:
-    return known[0]
+    meaning, last = known[0], shape(node)[-1:]
+    if meaning is None or not meaning.offsets or last == (len(meaning.offsets),):
+        return meaning
+    return replace(meaning, offsets=()) if meaning.of in SHIFTED else None
 
 
 def _cast(node: Node, known: Known) -> Meaning | None:

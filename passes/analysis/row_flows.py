@@ -26,7 +26,8 @@ class Value:
 @dataclass(frozen=True)
 class Flow:
     """Which rows of an operand are read: those demanded of the result ("same"), they and `rows` rows before each
-    ("back"), those that `index` says ("chosen"), the last `rows` of each chunk ("last"), all ("every")."""
+    ("back"), those that `index` says ("chosen"), the last `rows` of each chunk ("last"), both of these ("kept"), all
+    ("every")."""
 
     how: str
     rows: int = 0

@@ -133,8 +133,9 @@ def _iota(node: Node, look: Look) -> Made | str:
         return Value(Layout(Space(ROWS, (length,)), (0,)), Meaning("row", start, start, start >= 0)), []
     if not (length.is_Integer and isinstance(start, int) and isinstance(step, int) and length > 0):
         return Value(), []
-    ends = sorted((start, start + (int(length) - 1) * step))
-    return Value(None, Meaning("number", ends[0], ends[1], ends[0] >= 0)), []
+    numbers = tuple(range(start, start + int(length) * step, step)) if step else (start,) * int(length)
+    low = min(numbers)
+    return Value(None, Meaning("number", low, max(numbers), low >= 0, offsets=numbers)), []
 
 
 def rule_of(node: Node) -> Rule | None:

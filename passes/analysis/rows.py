@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -23,7 +24,8 @@ from v41._compat import OpOverload
 from v41.passes.analysis.algebra import Expr, sizes
 from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.layouts import ROWS, Layout, Space
-from v41.passes.analysis.meanings import Meaning
+from v41.passes.analysis.masks import matter_only_where
+from v41.passes.analysis.meanings import FLOORS, Meaning
 from v41.passes.analysis.row_flows import Flow, Look, Value, Values
 from v41.passes.analysis.row_rules import rule_of
 from v41.passes.matching import fake
@@ -37,6 +39,8 @@ class Ragged:
     positions, stops      rows of a chunk follow each other, their positions count up by one to stop - 1; pads come
                           last, at -1. The last slot of what is written by slot is nobody's.
     first_rows, longest, requests, columns      row = first_rows[requests] + columns, and columns are among `longest`
+    starts, late_floors, logit_rows     a key at or above both (starts: the chunk's first position) is of a row that the
+                          ring of its layer keeps, or one of logit_rows: so where batches bound their replay (SWA)
     """
 
     positions: Node  # [T]: its size is the number of rows
@@ -45,11 +49,17 @@ class Ragged:
     longest: Node | None = None
     requests: Node | None = None
     columns: Node | None = None
+    starts: Node | None = None
+    late_floors: Node | None = None
+    logit_rows: Node | None = None
 
 
-def ragged(gm: GraphModule, called: Mapping[str, str]) -> Ragged | None:
-    """The inputs by what the user calls them, "batch.positions" and so on; None where no input is called so."""
-    names = {f.name for f in fields(Ragged)}
+def ragged(gm: GraphModule, called: Mapping[str, str], *, bounded: bool = False) -> Ragged | None:
+    """The inputs by what the user calls them, "batch.positions" and so on; None where no input is called so.
+
+    `bounded`: whether batches bound their replay. No graph tells: late floors may be as low as all others.
+    """
+    names = {f.name for f in fields(Ragged)} - ({"late_floors"} if not bounded else set())
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder" and fake(node) is not None]
     found = {name: node for node in inputs if (name := called.get(node.name, "").rpartition(".")[2]) in names}
     return Ragged(**found) if "positions" in found else None
@@ -116,6 +126,8 @@ def row_demand(gm: GraphModule, inputs: Ragged) -> RowDemand:
     named = {getattr(inputs, f.name): MEANT[f.name] for f in fields(Ragged) if f.name in MEANT}
     given = [_input(node, rows, named.get(node)) for node in gm.graph.nodes if node.op == "placeholder"]
     forward = Forward(gm, given, rows, {})
+    if inputs.starts is not None and inputs.late_floors is not None and inputs.logit_rows is not None:
+        stop_at_floor(forward, inputs.logit_rows)
     returned = EVERY, Reason(gm.graph.output_node(), "is returned")
     backward = Backward(forward, [returned] * len(forward.results))
     at = {node: forward.layout(node) for node in forward.values}
@@ -129,6 +141,8 @@ MEANT = {
     "longest": Meaning("column"),
     "requests": Meaning("request"),
     "columns": Meaning("column of row"),
+    "starts": Meaning("start"),
+    "late_floors": Meaning("late floor"),
 }
 
 
@@ -136,6 +150,20 @@ def _input(node: Node, rows: Expr, meaning: Meaning | None) -> Value:
     """What is known of an input: a dimension as long as the step has rows is that of rows."""
     dims = [dim for dim, size in enumerate(sizes(node)) if size == rows] if fake(node) is not None else []
     return Value(Layout(Space(ROWS, (rows,)), (dims[0],)) if len(dims) == 1 else None, meaning)
+
+
+def stop_at_floor(forward: Forward, logit_rows: Node) -> None:
+    """A window whose keys below the late floors reach nothing reads what the ring keeps, and the rows of logits."""
+    rings = {values: flow.rows for flows in forward.flows.values() for values, flow in flows if flow.how == "last"}
+    for node, flows in forward.flows.items():
+        (source, flow), *others = flows or [(node, Flow("same"))]
+        if flow.how != "back" or source not in rings:
+            continue
+        offsets = {forward.meaning(arg).offsets for arg, _ in others}  # type: ignore[union-attr]
+        masks = [forward.masks(of, offsets) for of in FLOORS.values()]
+        if all(masks) and matter_only_where(forward.gm, node, masks):
+            stopped = Flow("kept", rings[source], logit_rows, "reads rows of its window above the late floor")
+            forward.flows[node] = [(source, stopped), *others]
 
 
 # ---- forward: how results depend on operands -------------------------------------------------------------------------
@@ -193,6 +221,23 @@ class Forward:
     def _operand(self, arg: object) -> Value:
         value = self.values.get(arg) if isinstance(arg, Node) else None
         return value if isinstance(value, Value) else Value()
+
+    def meaning(self, node: Node) -> Meaning | None:
+        value = self.values.get(node)
+        return value.meaning if isinstance(value, Value) else None
+
+    def masks(self, of: str, offsets: Collection[tuple[int, ...]]) -> list[Node]:
+        """Those that say this of keys at one of these offsets."""
+        return self._masks.get((of, *offsets), []) if len(offsets) == 1 else []
+
+    @cached_property
+    def _masks(self) -> dict[tuple[object, ...], list[Node]]:
+        found: dict[tuple[object, ...], list[Node]] = {}
+        for node in self.values:
+            meaning = self.meaning(node)
+            if meaning is not None and meaning.of in FLOORS.values():
+                found.setdefault((meaning.of, meaning.offsets), []).append(node)
+        return found
 
     def layout(self, node: Node) -> Layout | None:
         value = self.values.get(node)
@@ -306,4 +351,6 @@ def applied(flow: Flow, demand: Demand) -> Demand:
             return Demand(chosen={flow.index: 0})  # type: ignore[dict-item]
         case "last":
             return Demand(last=flow.rows)
+        case "kept":
+            return Demand(last=flow.rows, chosen={flow.index: 0})  # type: ignore[dict-item]
     return EVERY

@@ -17,7 +17,7 @@ from v41.passes.analysis.cost import Cost, Costs
 from v41.passes.matching import shape
 from v41.regions import outline
 
-ROWS, REQUESTS, LONGEST, LOGITS = (str(shape_of.shape[0]) for shape_of in (fakes()[i] for i in (0, 6, 7, 8)))
+ROWS, REQUESTS, LONGEST, LOGITS = (str(shape_of.shape[0]) for shape_of in (fakes()[i] for i in (0, 8, 9, 10)))
 CHUNKS = [(0, 4), (3, 5), (1, 1)]  # 10 rows, 3 requests, 3 rows of logits
 
 

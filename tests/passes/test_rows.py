@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from tests.strategies.rows import LOCAL, MIXES, READS_BEFORE, STEPS, WINDOW, WRITES, Program, build, programs, step
+from tests.strategies.rows import FLOORED, LOCAL, MIXES, READS_BEFORE, WINDOW, WRITES, Program, build, programs, step
 from tests.strategies.rows import Step as Inputs
 from v41.passes.analysis import layouts, row_flows, rows
 from v41.passes.analysis.layouts import ROWS, Layout
@@ -23,8 +23,9 @@ from v41.passes.analysis.rows import EVERY, NOTHING, Demand, Ragged, RowDemand, 
 SOME_CHUNKS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), min_size=2, max_size=4)
 
 
-def promised(inputs: dict[str, Node]) -> Ragged:
-    return Ragged(**{f.name: inputs[f.name] for f in fields(Ragged) if f.name in inputs})
+def promised(inputs: dict[str, Node], bounded: bool = False) -> Ragged:
+    names = [f.name for f in fields(Ragged) if bounded or f.name != "late_floors"]
+    return Ragged(**{name: inputs[name] for name in names})
 
 
 def found(program: Program, returned: bool = False) -> tuple[Demand, RowDemand, dict[str, Node]]:
@@ -91,7 +92,7 @@ def check_poison(gm: GraphModule, demand: RowDemand, inputs: dict[str, Node], gi
     for run in (gm, poisoned.run):
         args = Inputs(*(each.clone() for each in given))
         outputs = run(*args)
-        results.append([*outputs, *(cache[:-1] for cache in args[11:])])
+        results.append([*outputs, *(cache[:-1] for cache in args[13:])])
     for clean, other in zip(*results, strict=True):
         assert torch.equal(clean, other), "poison reached somebody"
     return poisoned.filled
@@ -114,6 +115,23 @@ def test_what_keeps_rows_apart_leaves_rows_that_nobody_demands(program: Program,
     assert check_poison(gm, demand, inputs, step([(0, 40), (3, 30)], seed)) > 0
 
 
+@given(programs(LOCAL, {"window above a floor": FLOORED["window above a floor"]}, WRITES), st.integers(0, 9))
+def test_a_window_stops_at_a_floor_where_that_is_promised(program: Program, seed: int) -> None:
+    program = [*program, "window above a floor", "gelu", "window above a floor"]
+    gm, inputs = build(program)
+    exact, stopped = (row_demand(gm, promised(inputs, bounded)).of[inputs["x"]] for bounded in (False, True))
+    floored = Demand(last=WINDOW, chosen={inputs["logit_rows"]: 0})
+    assert stopped == (EVERY if "cache" in program else floored) and floored.back(WINDOW - 1) <= exact
+    check_poison(gm, row_demand(gm, promised(inputs, bounded=True)), inputs, step([(0, 12), (4, 9), (1, 1)], seed))
+
+
+@pytest.mark.parametrize("name", [name for name in FLOORED if name != "window above a floor"])
+def test_a_window_that_may_be_seen_below_the_floor_is_exact(name: str) -> None:
+    gm, inputs = build([name])
+    exact, same = (row_demand(gm, promised(inputs, bounded)).of[inputs["x"]] for bounded in (False, True))
+    assert exact == same and exact.chosen == {inputs["logit_rows"]: WINDOW - 1}
+
+
 @pytest.mark.parametrize("name", MIXES)
 def test_mixed_rows_are_all_demanded_and_the_reason_is_named(name: str) -> None:
     demand, whole, inputs = found(["gelu", name, "norm"])
@@ -124,7 +142,7 @@ def test_mixed_rows_are_all_demanded_and_the_reason_is_named(name: str) -> None:
 
 def test_about_half_of_the_programs_leave_rows() -> None:
     """So that neither test above is empty: what share of drawn programs demands less than all rows of x."""
-    names = sorted(STEPS)
+    names = sorted(LOCAL | READS_BEFORE | WRITES | MIXES)
     generator = torch.Generator().manual_seed(0)
     drawn = [[names[int(torch.randint(len(names), (), generator=generator))] for _ in range(2)] for _ in range(24)]
     assert 0.3 <= sum(not found(program)[0].every for program in drawn) / 24 <= 0.9

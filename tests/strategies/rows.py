@@ -32,6 +32,8 @@ class Step(NamedTuple):
     slots: Tensor
     requests: Tensor
     columns: Tensor
+    starts: Tensor
+    late_floors: Tensor  # of windows in steps of FLOORED
     first_rows: Tensor  # [R]
     longest: Tensor  # [Q]
     logit_rows: Tensor  # [L]
@@ -42,7 +44,7 @@ class Step(NamedTuple):
     cache: Tensor  # [slots + 1, capacity, 8]
 
 
-SIZES = ("rows",) * 6 + ("requests", "longest", "logits")  # the first dimension of each; other inputs are static
+SIZES = ("rows",) * 8 + ("requests", "longest", "logits")  # the first dimension of each; other inputs are static
 
 
 def step(chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True) -> Step:
@@ -66,6 +68,8 @@ def step(chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True) -
         per_row(list(range(len(chunks)))),
         per_row(list(range(len(chunks)))),
         columns,
+        per_row([start for start, _ in chunks]),
+        per_row([start + n - WINDOW if n > WINDOW else 0 for start, n in chunks]),
         torch.tensor(first),
         torch.arange(max(rows)),
         ends if last_only else torch.arange(total).flip(0)[: max(total // 2, 1)],
@@ -95,6 +99,19 @@ def experts(x: Tensor, s: Step, grouped: bool) -> Tensor:
 def by_request(x: Tensor, s: Step) -> Tensor:
     grid = (s.first_rows.unsqueeze(-1) + s.longest).clamp(max=x.shape[0] - 1)
     return (x[grid].unflatten(-1, (2, 4)).relu().flatten(2) * s.weight[0])[s.requests, s.columns]
+
+
+def floored_window(x: Tensor, s: Step, shift: int = 0, leak: bool = False, kept: bool = True) -> Tensor:
+    """Each row sees its window down to its late floor; keys of earlier steps come from the ring."""
+    back = torch.arange(WINDOW - 1, -1, -1)
+    key = s.positions.unsqueeze(-1) - back
+    behind = s.ring[s.slots.unsqueeze(-1), key % WINDOW]
+    keys = torch.where((key >= s.starts.unsqueeze(-1)).unsqueeze(-1), x[window_rows(s)], behind)
+    visible = s.positions.unsqueeze(-1) - (back + shift) >= s.late_floors.unsqueeze(-1)
+    seen = torch.cat((keys * 2, behind), 1).masked_fill(~torch.cat((visible, key >= 0), 1).unsqueeze(-1), 0)
+    if kept:
+        write_ring(x, s)
+    return seen.sum(1) + keys.amax(1) if leak else seen.sum(1)
 
 
 def write_ring(x: Tensor, s: Step) -> Tensor:
@@ -146,6 +163,12 @@ READS_BEFORE: dict[str, Change] = {
     "row before": lambda x, s: x - x[(torch.arange(x.shape[0]) - 1).clamp(min=0)],
     "two rows before": lambda x, s: x + x.index_select(0, torch.relu(torch.arange(x.shape[0]) - 2)),
 }
+FLOORED: dict[str, Change] = {
+    "window above a floor": floored_window,
+    "another window above a floor": lambda x, s: floored_window(x, s, shift=1),
+    "window seen below the floor": lambda x, s: floored_window(x, s, leak=True),
+    "window that no ring keeps": lambda x, s: floored_window(x, s, kept=False),
+}
 WRITES: dict[str, Change] = {
     "ring": write_ring, "ring otherwise": write_ring_otherwise, "tail": write_tail, "cache": write_cache,
 }  # fmt: skip
@@ -166,7 +189,7 @@ MIXES: dict[str, Change] = {
     "sorted by place": lambda x, s: sorted_by_place(x),
     "scattered": lambda x, s: torch.zeros_like(x).index_put((s.positions % x.shape[0],), x, accumulate=True),
 }
-STEPS = LOCAL | READS_BEFORE | WRITES | MIXES
+STEPS = LOCAL | READS_BEFORE | FLOORED | WRITES | MIXES
 Program = list[str]
 
 
@@ -231,8 +254,8 @@ def captured(name: str) -> GraphModule:
 
     functional = torch.func.functionalize(run, remove="mutations")
 
-    def spelled_out(a, b, c, d, e, f, g, h, i, j, k, l, m, n):  # type: ignore[no-untyped-def]  # make_fx takes no *args
-        return functional(a, b, c, d, e, f, g, h, i, j, k, l, m, n)
+    def spelled_out(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p):  # type: ignore[no-untyped-def]  # make_fx takes no *args
+        return functional(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
 
     gm = make_fx(spelled_out, decomposition_table=select_decomp_table(), tracing_mode="fake")(*fakes())
     canonicalize(gm)

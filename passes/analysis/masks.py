@@ -1,0 +1,161 @@
+"""masks: whether values matter only where masks are true, found by running what reads them on numbers.
+
+    keys = where(in_step, records[rows], behind)      what is read of `records` where in_step or visible is false
+    attend(q, where(visible, decode(keys), 0))        reaches nothing
+
+The values are drawn twice, alike where all masks are true and differing elsewhere. What they make differs, too, until
+an operator that reads a mask makes both the same; from there on nothing differs. Where a difference is left at a
+result, a write or an operator that does not run, the values matter.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, ops
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from v41._compat import outside_fake_mode, size_with
+from v41.passes.analysis.effects import effect_of
+from v41.passes.matching import fake, shape
+from v41.passes.same_values import same_bits
+from v41.regions import body_of, invoke_subgraph
+
+ROWS = 3  # for every symbol
+SEEDS = (0, 1)
+HELD = (Tensor, tuple, list)
+VIEWS_OF_ALL = (ops.aten.view.default, ops.aten._unsafe_view.default)
+
+
+def matter_only_where(gm: GraphModule, values: Node, masks: Sequence[Sequence[Node]]) -> bool:
+    """Whether nothing that `gm` returns or writes depends on `values` where one of `masks` is false.
+
+    A mask [T, W] stands for the first dimensions of `values` [T, W, ...]; it is all the nodes that compute it.
+    """
+    with outside_fake_mode(), torch.no_grad():
+        return all(_try(gm, values, masks, seed) for seed in SEEDS)
+
+
+def _try(gm: GraphModule, values: Node, masks: Sequence[Sequence[Node]], seed: int) -> bool:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {node: mask for same in masks for mask in [_random(same[0], generator)] for node in same}
+    one, other = _random(values, generator), _random(values, generator)
+    true = torch.stack(list(drawn.values())).all(0)
+    alike = true.view(*true.shape, *[1] * (one.ndim - true.ndim)).expand(one.shape)
+    if one.dtype.itemsize == 1:  # few kernels take its type
+        one, other = one.view(torch.uint8), other.view(torch.uint8)
+    differing = torch.where(alike, one, other)
+    dtype = values.meta["val"].dtype
+    return _Spread(gm, generator, drawn).ends({values: (one.view(dtype), differing.view(dtype))})
+
+
+Pair = tuple[Any, Any]
+
+
+class _Spread:
+    """Runs what reads differing values, in order, on both of them."""
+
+    def __init__(self, gm: GraphModule, generator: torch.Generator, known: Mapping[Node, Tensor]) -> None:
+        self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.generator, self.known = generator, dict[Node, Any](known)
+        self.from_masks = dict.fromkeys(known)
+        for node in filter(_is_mask, gm.graph.nodes):
+            if any(arg in self.from_masks for arg in node.all_input_nodes):
+                self.from_masks[node] = None
+
+    def ends(self, differing: dict[Node, Pair]) -> bool:
+        """Whether the difference ends before it gets anywhere."""
+        queue = [self.order[user] for node in differing for user in node.users]
+        nodes = list(self.order)
+        heapq.heapify(queue)
+        done: set[int] = set()
+        while queue:
+            at = heapq.heappop(queue)
+            if at in done:
+                continue
+            done.add(at)
+            node = nodes[at]
+            if "sym_size" in str(node.target):
+                continue
+            if node.op == "output" or effect_of(node) is not None or not isinstance(node.meta.get("val"), HELD):
+                return False
+            if node.target is invoke_subgraph:
+                if not self._ends_inside(node, differing):
+                    return False
+                continue
+            both = self._run(node, differing)
+            if both is None:
+                return False
+            if not (_same(*both) and any(arg in self.from_masks for arg in node.all_input_nodes)):
+                differing[node] = both
+                for user in node.users:
+                    heapq.heappush(queue, self.order[user])
+        return True
+
+    def _ends_inside(self, call: Node, differing: dict[Node, Pair]) -> bool:
+        body = body_of(call)
+        inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+        outside = dict(zip(inputs, call.args[2:], strict=True))
+        known = {each: self._value(arg) for each, arg in outside.items() if arg in self.from_masks}
+        inner = {each: differing[arg] for each, arg in outside.items() if arg in differing}
+        return _Spread(body, self.generator, known).ends(inner)
+
+    def _run(self, node: Node, differing: dict[Node, Pair]) -> Pair | None:
+        """What `node` makes of both."""
+        made = []
+        for side in (0, 1):
+            given = {arg: differing[arg][side] for arg in node.all_input_nodes if arg in differing}
+            try:
+                made.append(self._call(node, given))
+            except (RuntimeError, IndexError, TypeError, NotImplementedError):  # numbers that it does not take
+                return None
+        return made[0], made[1]
+
+    def _call(self, node: Node, given: Mapping[Node, Any]) -> Any:
+        def number(arg: Any) -> Any:
+            if isinstance(arg, torch.device):
+                return torch.device("cpu")
+            return arg if not isinstance(arg, Node) else given[arg] if arg in given else self._value(arg)
+
+        args, kwargs = map_aggregate((node.args, node.kwargs), number)
+        target: Any = ops.aten.reshape.default if node.target in VIEWS_OF_ALL else node.target
+        return target(*args, **kwargs)
+
+    def _value(self, node: Any) -> Any:
+        """What is known of `node`: a mask, what is made of masks, a size; else numbers, the same each time."""
+        if node not in self.known:
+            if node in self.from_masks:
+                self.known[node] = self._call(node, {})
+            else:
+                self.known[node] = _random(node, self.generator)
+        return self.known[node]
+
+
+def _is_mask(node: Node) -> bool:
+    value = fake(node)
+    return node.op == "call_function" and value is not None and value.dtype is torch.bool
+
+
+def _random(node: Node, generator: torch.Generator) -> Any:
+    """Of the shape and type of `node`."""
+    value = fake(node)
+    if value is None:
+        return size_with(node.meta["val"], ROWS)
+    size = [size_with(each, ROWS) for each in shape(node)]
+    if value.dtype is torch.bool:
+        return torch.rand(size, generator=generator) < 0.5
+    if value.dtype.itemsize == 1:
+        return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8).view(value.dtype)
+    if value.is_floating_point():
+        return torch.randn(size, generator=generator).to(value.dtype)
+    return torch.randint(0, 2, size, generator=generator).to(value.dtype)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, (tuple, list)):
+        return all(map(_same, a, b))
+    return same_bits(a, b)
