@@ -83,7 +83,8 @@ def _codes(x: Tensor, kind: str) -> Tensor:
     """Bytes of e4m3 or codes of e2m1: nearest, ties to even, saturating."""
     if kind == "e4m3":
         return x.clamp(-LARGEST[kind], LARGEST[kind]).float().to(torch.float8_e4m3fn).view(torch.uint8)
-    away = (x.abs().unsqueeze(-1) - torch.tensor(E2M1, dtype=x.dtype, device=x.device)).abs()
+    size = x.abs().clamp(max=LARGEST[kind])  # of numbers beyond it, none is nearer than another
+    away = (size.unsqueeze(-1) - torch.tensor(E2M1, dtype=x.dtype, device=x.device)).abs()
     away[..., 1::2] += 1e-12  # of two that are equally near, the even one
     return (away.argmin(-1) + (x < 0) * 8).to(torch.uint8)
 

@@ -25,7 +25,7 @@ MODEL = {
 
 
 @pytest.mark.parametrize("kind", MODEL)
-@given(seed=st.integers(0, 2**32), spread=st.integers(0, 12))
+@given(seed=st.integers(0, 2**32), spread=st.integers(0, 72))
 def test_it_gives_the_bits_of_the_model(kind: str, seed: int, spread: int) -> None:
     rounded, record = MODEL[kind]
     generator = torch.Generator().manual_seed(seed)
