@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
+from v41._compat import known_equal
 from v41.passes import spans
 from v41.passes.analysis.probe import evaluate, integers
 from v41.passes.matching import (
@@ -50,7 +51,7 @@ KIND = "output_projection"
 ROUNDING = (aten.amax.default, aten.cat.default, aten.clone.default, aten.view.dtype)
 NEAR = 8  # values in front of a product that its operand may be the rounding of
 DOWN = {"grd": "tgd,grd->tgr", "gdr": "tgd,gdr->tgr"}  # axes of A as stored: groups, rank, width
-FAR = 64  # nodes between both products
+FAR = 256  # nodes between both products that are looked at; a rounding to fp4 takes 90
 UP = {"or": "tr,or->to", "ro": "tr,ro->to"}  # of B: hidden, groups x rank
 
 
@@ -116,7 +117,9 @@ class Site:
     def sizes(self) -> tuple[int, int, int, int]:
         """Groups, rank, width of a group, hidden: all of the weights, which have no rows."""
         groups, *sides = shape(self.down.operand)
-        side, hidden = shape(self.up.operand)
+        *_, side, hidden = shape(self.up.operand)
+        if self.up.operand is self.up.product.args[0]:
+            side, hidden = hidden, side
         rank = cast(int, side) // cast(int, groups)
         return groups, rank, prod(sides) // rank, hidden  # type: ignore[return-value]
 
@@ -227,9 +230,23 @@ def find_sites(gm: GraphModule) -> list[Site]:
         if node.target is aten.bmm.default and _with_weight(node):
             up = _read_by(node)
             if up is not None and _with_weight(up):
-                heads = laid(next(arg for arg in node.all_input_nodes if has_rows(arg)))
-                sites.append(Site(order, Factor(order, node, heads), Factor(order, up, cast(Node, up.args[0]))))
+                sites.append(Site(order, Factor(order, node, laid(rows_of(node))), Factor(order, up, _flat(up))))
     return sites
+
+
+def rows_of(product: Node) -> Node:
+    return next(arg for arg in product.all_input_nodes if has_rows(arg))
+
+
+def _flat(product: Node) -> Node:
+    """The rows of `product` as [T, channels]."""
+    rows = rows_of(product)
+    return next((node for node in unviewed(rows) if len(shape(node)) == 2 and has_rows(node)), rows)
+
+
+def _is_joint(node: Node) -> bool:
+    """Whether `node` is one product of two matrices; einsum writes it as a batch of one."""
+    return node.target is aten.mm.default or (node.target is aten.bmm.default and bool(known_equal(shape(node)[0], 1)))
 
 
 def _with_weight(product: Node) -> bool:
@@ -238,11 +255,11 @@ def _with_weight(product: Node) -> bool:
 
 
 def _read_by(product: Node) -> Node | None:
-    """The first mm behind `product`, past views, casts and what works in groups."""
+    """The first joint product behind `product`, past views, casts and what works in groups."""
     stack, seen = [product], {product}
     while stack and len(seen) < FAR:
         for user in stack.pop().users:
-            if user.target is aten.mm.default:
+            if _is_joint(user):
                 return user
             if user not in seen and may_round(user):
                 seen.add(user)

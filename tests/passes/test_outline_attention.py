@@ -23,7 +23,7 @@ from v41.passes import attention_core, records, turns
 from v41.passes import outline_attention as module
 from v41.passes.canonicalize import canonicalize
 from v41.passes.matching import aten, fake
-from v41.passes.outline_attention import KIND, RULES, find_sites, outline_attention
+from v41.passes.outline_attention import KIND, RULES, Site, find_sites, outline_attention
 from v41.passes.pipeline import Pass, run_pipeline
 from v41.passes.sites import broken_rule
 from v41.regions import body_of, invoke_subgraph, is_region, region_of, regions
@@ -36,8 +36,11 @@ THREE = (
     Spelling("bmm of the transposed", "added", "exp below the sink", "scores", "not", rope="none", records="none",
              picked=None, rounded=False),
 )  # fmt: skip
+ONE_A_RULE = tuple({rule: flaw for flaw, rule in reversed(FLAWS.items())}.values())
+GROUP = [SMALL, *map(with_flaw, ONE_A_RULE)]  # one program: tracing is what takes time
 WRITTEN = "nothing is written in between, and no effect reads it there"
-flawed = st.sampled_from(sorted(FLAWS)).map(with_flaw)
+# "as many keys as rows" is not drawn: torch itself asserts a row in it, and 0 are tried
+flawed = st.sampled_from(sorted(FLAWS.keys() - {"as many keys as rows"})).map(with_flaw)
 
 
 @cache
@@ -124,12 +127,19 @@ def test_legal_spellings_fire_and_flawed_ones_do_not() -> None:
     assert 0.3 <= sum(fired) / len(fired) <= 0.9
 
 
-FLAWED = [with_flaw(flaw) for flaw in FLAWS]  # one program for all: tracing is what takes time
+@pytest.mark.parametrize("flaw", ONE_A_RULE)
+def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(flaw: str) -> None:
+    refused_by_its_rule(find_sites(traced(*GROUP))[GROUP.index(with_flaw(flaw))], FLAWS[flaw])
 
 
-@pytest.mark.parametrize("index", range(len(FLAWED)), ids=list(FLAWS))
-def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(index: int) -> None:
-    site, rule = find_sites(traced(*FLAWED))[index], FLAWS[FLAWED[index].flaw]
+@pytest.mark.slow
+def test_other_flaws_are_named_too() -> None:
+    others = [flaw for flaw in FLAWS if flaw not in ONE_A_RULE]
+    for site, flaw in zip(find_sites(traced(*map(with_flaw, others))), others, strict=True):
+        refused_by_its_rule(site, FLAWS[flaw])
+
+
+def refused_by_its_rule(site: Site, rule: str) -> None:
     broken = broken_rule(site, RULES)
     assert broken is not None and broken[0] == rule
     try:
@@ -140,8 +150,8 @@ def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(index: int) -> None:
 
 
 def test_a_write_in_between_is_refused() -> None:
-    gm = prepared(SMALL)
-    (site,) = find_sites(gm)
+    gm = prepared(*GROUP)
+    site = find_sites(gm)[0]
     given = [node for node in gm.graph.nodes if node.op == "placeholder" and fake(node) is not None]
     with gm.graph.inserting_after(site.core.soft):
         write = gm.graph.call_function(aten.copy_.default, (given[1], given[2]))
@@ -175,7 +185,7 @@ WRONG: dict[
 def test_a_wrong_pass_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, wrong, spelling = WRONG[bug]
     monkeypatch.setattr(owner, name, wrong)
-    group = FLAWED if spelling in FLAWED else [spelling]
+    group = GROUP if spelling in GROUP else [spelling]
     with pytest.raises((AssertionError, RuntimeError)):
         for pair in zip(group, apply(outline_attention, prepared(*group)), strict=True):
             check(*pair)
@@ -220,7 +230,7 @@ def test_the_plain_model_attends_once_a_layer() -> None:
 
     gm = trace(forward, *rows, entries, torch.randint(-1, 9, (5, k)))
     passes = Pass(canonicalize), Pass(outline_attention, needs=(canonicalize,))
-    gm, (_, run) = run_pipeline(gm, passes, check=True, strict=True)
+    gm, (_, run) = run_pipeline(gm, passes, strict=True)
     assert run.refused == 0
     assert count_of(gm, KIND) == len(layers)
     for decision in run.decisions:

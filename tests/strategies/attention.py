@@ -36,13 +36,13 @@ RECORDS: dict[str, tuple[Record | None, Record | None]] = {  # of window keys an
 OTHER = "it is a softmax of scaled scores, hidden keys left out, a sink in the total"
 ROUNDED = "scores and sums are fp32, and p is rounded for the values alone"
 READS = "it reads queries, one or two branches of keys with a mask each, and a sink"
-FLAWS = {  # the rule it breaks
+FLAWS = {  # the rule it breaks; the first of each rule is tried in every run
     "values of their own": "the keys are the values, one latent for all heads",
     "as many keys as rows": "all sizes but that of the rows are numbers",
-    "a bias": READS,
     "one mask for both": READS,
-    "rounded scores": ROUNDED,
+    "a bias": READS,
     "a total of rounded p": ROUNDED,
+    "rounded scores": ROUNDED,
     "bf16 throughout": ROUNDED,
     "scaled after the softmax": OTHER,
     "no max": OTHER,
