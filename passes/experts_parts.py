@@ -171,10 +171,13 @@ class Expert:
         """Product -> how its weight is stored."""
         return {node: read_weight(self.order, node.args[1]) for node in (*self.ups, self.down)}  # type: ignore[arg-type]
 
-    def formats(self) -> tuple[str, str] | None:
-        """Of the weights, and of what they are multiplied with; None where these are several."""
+    def formats(self, before: str | None = None) -> tuple[str, str] | None:
+        """Of the weights, and of what they are multiplied with; None where these are several.
+
+        before: of the rows of W1 and W3, where they were rounded before they were gathered.
+        """
         weights = dict.fromkeys(weight.format for weight in self.weights.values())
-        rows = dict.fromkeys(each.format for each in (*self.inputs, self.activation))
+        rows = dict.fromkeys([*(before or each.format for each in self.inputs), self.activation.format])
         return (next(iter(weights)), next(iter(rows))) if len(weights) == len(rows) == 1 else None
 
     def swiglu(self, given: Mapping[Node, Tensor], factors: Sequence[Tensor | float]) -> Swiglu | None:

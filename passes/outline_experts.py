@@ -36,6 +36,7 @@ from v41.passes.experts_parts import (
     GROUPED,
     Expert,
     Routing,
+    Rows,
     Swiglu,
     adds_once,
     base_of,
@@ -107,8 +108,18 @@ class Site:
         return gathered(rows, (shape(self.picks)[0], *shape(rows)[1:]))
 
     @cached_property
+    def before(self) -> Rows:
+        """x, and how it is rounded in front of the gathers."""
+        return rows_of(self.order, self.taken)  # type: ignore[arg-type]
+
+    @cached_property
     def x(self) -> Node:
-        return base_of(rows_of(self.order, self.taken).source)  # type: ignore[arg-type]
+        return base_of(self.before.source)
+
+    @property
+    def formats(self) -> tuple[str, str] | None:
+        """Of the experts' weights, and of what they are multiplied with; None where these are several."""
+        return self.expert.formats(self.before.format if self.before.source is not self.taken else None)
 
     @cached_property
     def weights(self) -> Node | None:
@@ -184,7 +195,8 @@ class Site:
     @cached_property
     def members(self) -> list[Node]:
         """All nodes, in graph order. Views of operands that others read as well stay outside."""
-        inside = absorb(between(self.order, self.roles, [self.result]), _is_free)
+        nodes = between(self.order, self.roles, [self.result])
+        inside = absorb(nodes, lambda node: _is_free(node) and node not in self.roles)
         front: dict[Node, None] = {}
         for node in sorted(filter(_is_free, inside), key=self.order.__getitem__):
             if all(arg not in inside or arg in front for arg in node.all_input_nodes):
@@ -220,7 +232,7 @@ def routes_otherwise(site: Site) -> Node | None:
 
 
 def mixes_formats(site: Site) -> Node | None:
-    return None if site.expert.formats() is not None else site.anchor
+    return None if site.formats is not None else site.anchor
 
 
 def activates_otherwise(site: Site) -> Node | None:
@@ -253,7 +265,7 @@ RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the router's weight enters before W2", weighs_later),
     ("the outputs of a row's picks are added, and nothing else is", adds_otherwise),
     ("only the input of W2 and the sum are rounded", rounds_inside),
-    ("only the result is read outside", is_read_inside),
+    ("only its result is read outside", is_read_inside),
     ("nothing is written in between, and no effect reads it there", lambda site: spans.moves_an_effect(site.members)),
 )
 
@@ -279,7 +291,7 @@ def attributes(site: Site) -> dict[str, Any]:
     read, _ = interface(site.members)
     roles = [next((site.roles[form] for form in unviewed(arg) if form in site.roles), "constant") for arg in read]
     shared = site.shared.expert if site.shared is not None else None
-    weights, activations = site.expert.formats()  # type: ignore[misc]
+    weights, activations = site.formats  # type: ignore[misc]
     shared_weights, shared_activations = shared.formats() or (None, None) if shared is not None else (None, None)
     return {
         "experts": shape(site.ends)[0],

@@ -26,6 +26,7 @@ from v41.passes.canonicalize import canonicalize
 from v41.passes.experts_parts import Expert, expert_of, only_reader
 from v41.passes.matching import aten, shape, unviewed
 from v41.passes.outline_experts import KIND, RULES, Shared, Site, _weights_of, outline_experts
+from v41.passes.outline_gate import KIND as GATE
 from v41.passes.outline_gate import outline_gate
 from v41.passes.pipeline import PIPELINE, Pass, run_pipeline
 from v41.passes.stored_weights import Weight
@@ -178,28 +179,29 @@ def test_a_wrong_pass_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @cache
-def quantised() -> GraphModule:
-    """Packed experts and rows rounded to fp8, without a shared expert; wide, so that a group shows in every draw."""
-    linears = [Fp4ExpertLinear(4, 256, 256) for _ in range(3)]
+def quantised(early: bool = False) -> GraphModule:
+    """Packed experts and rows rounded to fp8, before they are gathered or after, without a shared expert."""
+    linears = [Fp4ExpertLinear(4, 64, 64) for _ in range(3)]
 
     def fn(x: Tensor, weights: Tensor, experts: Tensor, *held: Tensor) -> Tensor:
         by = experts.flatten().argsort(stable=True)
         ends = expert_ends(experts.flatten()[by], 4)
-        rows = fake_quant_fp8(x[by // 2])
+        rows = fake_quant_fp8(x)[by // 2] if early else fake_quant_fp8(x[by // 2])
         W1, W3, W2 = (dequantize_mxfp4(W, scale).mT for W, scale in zip(held[::2], held[1::2], strict=True))
         a = swiglu(F.grouped_mm(rows, W1, offs=ends), F.grouped_mm(rows, W3, offs=ends), 10.0)
         a = fake_quant_fp8((a * weights.flatten()[by].unsqueeze(-1)).to(x.dtype))
         y = F.grouped_mm(a, W2, offs=ends)
-        return y[by.argsort()].view(-1, 2, 256).float().sum(1).to(x.dtype)
+        return y[by.argsort()].view(-1, 2, 64).float().sum(1).to(x.dtype)
 
     held = [tensor.data for linear in linears for tensor in (linear.weight, linear.scale)]
-    gm = trace(fn, torch.randn(5, 256).bfloat16(), torch.rand(5, 2), torch.randint(0, 4, (5, 2)), static=held)
+    gm = trace(fn, torch.randn(5, 64).bfloat16(), torch.rand(5, 2), torch.randint(0, 4, (5, 2)), static=held)
     apply(canonicalize, gm)
     return gm
 
 
-def test_packed_weights_and_rounded_rows_belong_to_the_region() -> None:
-    (decision,) = check_pass(outline_experts, copy_program(quantised()), rows=(0, 2))
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_packed_weights_and_rounded_rows_belong_to_the_region(early: bool) -> None:
+    (decision,) = check_pass(outline_experts, copy_program(quantised(early)), rows=(0, 2))
     attrs = decision.region.attrs  # type: ignore[union-attr]
     assert (attrs["weights"], attrs["activations"]) == ("mxfp4/32", "fp8/32")
     packed = [f"{name}{part}" for name in ("w1", "w3", "w2") for part in ("", "_scale")]
@@ -210,7 +212,7 @@ def test_a_decoding_of_another_meaning_stays_outside() -> None:
     gm = copy_program(quantised())
     half = next(n for n in gm.graph.nodes if n.target is aten.mul.Tensor and n.args[1] == 0.5)
     half.update_arg(1, 0.25)
-    (decision,) = check_pass(outline_experts, gm, rows=(2,))
+    (decision,) = apply(outline_experts, gm)
     assert decision.rule == FLAWS[QUANTISED][0]  # two are packed, of the third the decoding counts as the weight
 
 
@@ -233,7 +235,7 @@ def found_in(config: V41Config, layers: int) -> dict[str, Any]:
     passes = [Pass(outline_gate, needs=(canonicalize,)), Pass(outline_experts, needs=(canonicalize,))]
     gm, (*_, gate, run) = run_pipeline(step(config, layers), [*PIPELINE, *passes], check=True, strict=True)
     assert (gate.applied, run.applied, run.refused) == (1, 1, 0)
-    assert count_of(gm, KIND) == layers
+    assert count_of(gm, KIND) == count_of(gm, GATE) == layers
     attrs = run.decisions[0].region.attrs  # type: ignore[union-attr]
     sizes = config.n_routed_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size
     assert tuple(attrs[name] for name in ("experts", "k", "hidden", "inner")) == sizes
@@ -249,7 +251,7 @@ def test_the_plain_model_has_experts_in_every_layer() -> None:
 
 @pytest.mark.slow
 def test_the_formats_of_a_release_are_read() -> None:
-    config = V41Config.preset("tiny").replace(expert_dtype="fp4", weight_dtype="fp8", moe_intermediate_size=256)
+    config = V41Config.preset("tiny").replace(expert_dtype="fp4", weight_dtype="fp8")
     attrs = found_in(config, 1)
     assert (attrs["weights"], attrs["activations"]) == ("mxfp4/32", "fp8/32")
     assert (attrs["shared_weights"], attrs["shared_activations"]) == ("fp8/32x32", "fp8/32")

@@ -225,6 +225,6 @@ FLAWS: dict[str, tuple[str, Callable[[Places], None]]] = {  # the rule it breaks
     "outputs that grow": (ADDS, lambda at: at.behind(at.down, (aten.mul.Tensor, 1.5))),
     "a rounded activation": (ROUNDS, lambda at: at.behind(at.act, (CAST, torch.float16), (CAST, F32))),
     "rounded outputs": (ROUNDS, lambda at: at.behind(at.down, (CAST, F8), (CAST, BF16))),
-    "outputs of rows are returned": ("only the result is read outside", _returns),
+    "outputs of rows are returned": ("only its result is read outside", _returns),
     "x is written": ("nothing is written in between, and no effect reads it there", _writes),
 }
