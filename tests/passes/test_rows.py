@@ -15,10 +15,18 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from tests.strategies.rows import FLOORED, LOCAL, MIXES, READS_BEFORE, WINDOW, WRITES, Program, build, programs, step
 from tests.strategies.rows import Step as Inputs
+from v41._compat import input_name
+from v41._compat_trace import functional_aten
+from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.cache import Cache
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
 from v41.passes.analysis import layouts, row_flows, rows
 from v41.passes.analysis.layouts import ROWS, Layout
 from v41.passes.analysis.meanings import Meaning
-from v41.passes.analysis.rows import EVERY, NOTHING, Demand, Ragged, RowDemand, row_demand
+from v41.passes.analysis.rows import EVERY, NOTHING, Demand, Ragged, RowDemand, ragged, row_demand
+from v41.passes.canonicalize import canonicalize
+from v41.passes.same_values import same_bits
 
 SOME_CHUNKS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), min_size=2, max_size=4)
 
@@ -79,10 +87,12 @@ class Poisoned(Interpreter):
 
 
 def poison(value: Tensor, dim: int, nobodys: Tensor) -> Tensor:
+    """NaN in these rows; in bytes 127, which is NaN as fp8."""
     shape = [1] * value.ndim
     shape[dim] = len(nobodys)
-    other = torch.full_like(value, 127) if value.dtype is torch.uint8 else torch.full_like(value.float(), torch.nan)
-    return torch.where(nobodys.view(shape), other.to(value.dtype), value)
+    if value.dtype.itemsize == 1:
+        return torch.where(nobodys.view(shape), 127, value.view(torch.uint8)).to(torch.uint8).view(value.dtype)
+    return torch.where(nobodys.view(shape), torch.nan, value).to(value.dtype)
 
 
 def check_poison(gm: GraphModule, demand: RowDemand, inputs: dict[str, Node], given: Inputs) -> int:
@@ -214,3 +224,95 @@ def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not noticed(program)
     monkeypatch.setattr(*plant)
     assert noticed(program)
+
+
+# ---- the plain model -------------------------------------------------------------------------------------------------
+
+
+class Traced:
+    """The preset "tiny" as a canonical program; what a step does in it, plain or poisoned."""
+
+    def __init__(self) -> None:
+        self.config = V41Config.preset("tiny")
+        self.model = V41ForCausalLM.random(self.config).eval()
+        self.compiled = torch.compile(self.model, backend=self.backend, fullgraph=True)
+        self.names: list[str] = []
+        self.args: list[Any] = []
+
+    def backend(self, gm: GraphModule, inputs: Any) -> Any:
+        self.names = [input_name(node) for node in gm.graph.nodes if node.op == "placeholder"]
+        return functional_aten(gm, inputs, self.keep, self.keep)
+
+    def keep(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        self.gm = gm
+
+        def run(args: list[Any]) -> Any:
+            self.args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+            return gm(*args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    @torch.no_grad()
+    def step(self, **changes: Any) -> None:
+        """Long chunks, a short one, and one that goes on, all in one step."""
+        config, cache = self.config.replace(**changes), Cache.zeros(self.config, 4, 96)
+        ids = torch.randint(0, config.vocab_size, (4, 96), generator=torch.Generator().manual_seed(0)).tolist()
+        self.model(build_batch(config, cache, [Chunk(ids[0], 0, 0, 21), Chunk(ids[1], 0, 1, 7)]), cache)
+        chunks = [Chunk(ids[0], 21, 0, 90), Chunk(ids[1], 7, 1, 8), Chunk(ids[2], 0, 2, 50), Chunk(ids[3], 0, 3, 9)]
+        self.compiled(build_batch(config, cache, chunks), cache)
+
+    def demand(self, bounded: bool) -> tuple[RowDemand, dict[str, Node]]:
+        given = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
+        inputs = {name.removeprefix("batch."): node for name, node in zip(self.names, given, strict=True)}
+        called = {node.name: name for name, node in zip(self.names, given, strict=True)}
+        promise = ragged(self.gm, called, bounded=bounded)
+        assert promise is not None
+        return row_demand(self.gm, promise), inputs
+
+    def check(self, bounded: bool) -> None:
+        """Poison reaches neither the logits nor a cache, nobody's slot apart."""
+        demand, inputs = self.demand(bounded)
+        poisoned, results = Poisoned(self.gm, demand, inputs), []
+        for run in (self.gm, poisoned.run):
+            args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in self.args]
+            with torch.no_grad():
+                (logits,) = run(*args)
+            caches = [arg[:-1] for name, arg in zip(self.names, args, strict=True) if name.startswith("cache.")]
+            results.append([logits, *caches])
+        assert all(map(same_bits, *results)) and poisoned.filled > 1000
+
+    def borders(self, bounded: bool) -> list[str]:
+        """What is demanded of what each layer writes into its ring: of what enters its attention, for that alone."""
+        demand, inputs = self.demand(bounded)
+        rings = {node: name for name, node in inputs.items() if name.startswith("cache.rings")}
+        writes = [node for node in self.gm.graph.nodes if "index_put" in str(node.target) and node.args[0] in rings]
+        values = {rings[node.args[0]]: demand.of[node.args[2]] for node in writes}
+        rows_of_logits = inputs["logit_rows"].name
+        return [str(values[f"cache.rings[{i}]"]).replace(rows_of_logits, "logits") for i in range(len(values))]
+
+
+@pytest.fixture(scope="module")
+def traced() -> Traced:
+    model = Traced()
+    model.step()
+    canonicalize(model.gm)
+    model.gm.recompile()
+    return model
+
+
+@pytest.mark.slow
+def test_rows_of_the_plain_model(traced: Traced) -> None:
+    """All up to the last KV source, whose entries need them; behind it one window less a layer, or one in all."""
+    source, layers, W = traced.config.last_kv_source, traced.config.num_hidden_layers, traced.config.sliding_window
+    exact = [f"last {W + n * (W - 1)}, logits and {(n + 1) * (W - 1)} before" for n in range(layers - source)]
+    kept = [f"last {W}, logits"] * (layers - source - 1) + [f"last {2 * W - 1}, logits and {W - 1} before"]
+    assert traced.borders(bounded=False) == ["all"] * source + exact[::-1]
+    assert traced.borders(bounded=True) == ["all"] * source + kept[::-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["off", "after_source"])
+def test_poison_does_not_reach_what_the_plain_model_keeps(traced: Traced, replay: str) -> None:
+    traced.step(swa_bounded_replay=replay)
+    traced.check(bounded=replay != "off")
