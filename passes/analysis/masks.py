@@ -63,9 +63,11 @@ class _Spread:
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.generator, self.known = generator, dict[Node, Any](known)
         self.from_masks = dict.fromkeys(known)
-        for node in filter(_is_mask, gm.graph.nodes):
-            if any(arg in self.from_masks for arg in node.all_input_nodes):
-                self.from_masks[node] = None
+        stack = list(known)
+        while stack:
+            made = [user for user in stack.pop().users if _is_mask(user) and user not in self.from_masks]
+            self.from_masks |= dict.fromkeys(made)
+            stack += made
 
     def ends(self, differing: dict[Node, Pair]) -> bool:
         """Whether the difference ends before it gets anywhere."""

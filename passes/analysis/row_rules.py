@@ -26,6 +26,7 @@ from v41.passes.analysis.row_flows import Look, Made, Rule, Value, argument, dim
 from v41.passes.matching import shape
 
 aten, prims = ops.aten, ops.prims
+LONGEST_WINDOW = 4096  # of which each offset is known
 
 
 def pointwise(node: Node, look: Look) -> Made | str:
@@ -133,9 +134,9 @@ def _iota(node: Node, look: Look) -> Made | str:
         return Value(Layout(Space(ROWS, (length,)), (0,)), Meaning("row", start, start, start >= 0)), []
     if not (length.is_Integer and isinstance(start, int) and isinstance(step, int) and length > 0):
         return Value(), []
-    numbers = tuple(range(start, start + int(length) * step, step)) if step else (start,) * int(length)
-    low = min(numbers)
-    return Value(None, Meaning("number", low, max(numbers), low >= 0, offsets=numbers)), []
+    ends = sorted((start, start + (int(length) - 1) * step))
+    each = tuple(start + i * step for i in range(int(length))) if length <= LONGEST_WINDOW else ()
+    return Value(None, Meaning("number", ends[0], ends[1], ends[0] >= 0, offsets=each)), []
 
 
 def rule_of(node: Node) -> Rule | None:
