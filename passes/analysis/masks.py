@@ -5,7 +5,8 @@
 
 The values are drawn twice, alike where all masks are true and differing elsewhere. What they make differs, too, until
 an operator that reads a mask makes both the same; from there on nothing differs. Where a difference is left at a
-result, a write or an operator that does not run, the values matter.
+result, a write, a matrix product (what no mask has stopped there would run all layers behind it) or an operator that
+does not run, the values matter.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from v41.regions import body_of, invoke_subgraph
 ROWS = 3  # for every symbol
 SEEDS = (0, 1)
 HELD = (Tensor, tuple, list)
+PRODUCTS = (ops.aten.mm.default, ops.aten.bmm.default, ops.aten.addmm.default, ops.aten.baddbmm.default)
 VIEWS_OF_ALL = (ops.aten.view.default, ops.aten._unsafe_view.default)
 
 
@@ -84,6 +86,8 @@ class _Spread:
             if "sym_size" in str(node.target):
                 continue
             if node.op == "output" or effect_of(node) is not None or not isinstance(node.meta.get("val"), HELD):
+                return False
+            if node.target in PRODUCTS:
                 return False
             if node.target is invoke_subgraph:
                 if not self._ends_inside(node, differing):
