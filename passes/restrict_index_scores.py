@@ -11,17 +11,18 @@ is a request of its own (R = T, Q = 1), and its columns are the entries of its b
 Why the picks are the same. A region index_scores (see its rules) gives the k best columns that are not hidden, by
 (score, lower column), ascending, then -1. (1) Hidden before means hidden after, or absent: all but the candidates is
 hidden, and every candidate has one column, since K blocks hold all that are kept; what fills up K is hidden. (2) The
-score of a row and an entry reads the row's q and w and the record that the row's request has for the entry: the new
-body takes it by the same slot and the same entry number, clamped to the slot as before. (3) Columns ascend with
-entries, so ties go to the same entry, and ascending columns are ascending entries. (4) There are k columns, for
-keep * block >= k and the program before had E >= k. A row with fewer than k candidates, or none, gets -1 as before.
+score of a row and an entry reads q and w of the row that stands in its place (itself, but for pad rows) and the record
+that its request has for the entry: the new body finds them by the same place, slot and entry, clamped as before.
+(3) Columns ascend with entries, so ties go to the same entry, and ascending columns are ascending entries. (4) There
+are k columns, for keep * block >= k and the program before had E >= k. A row with fewer than k candidates, or none,
+gets -1 as before.
 
 Bits. Each score is the same sum of the same products, but a library may sum in an order that depends on shapes. q . k
 is exact in any order where both are MXFP4 values and their group scales lie within 2^10 of each other: integers below
-2^24 times one power of two. Over more than four heads eager itself sums in an order that depends on the column: torch's
-CPU kernel takes the last E mod 32 columns otherwise than those before. So picks have the same bits with at most four
-heads in a sum; with more, they may differ between entries whose scores are closer than the rounding of that sum, and
-in fp64 they are the same.
+2^24 times one power of two (unless they are subnormal, which MKL makes 0 in some shapes and not in others). Over more
+than four heads eager itself sums in an order that depends on the column: torch's CPU kernel takes the last E mod 32
+columns otherwise than those before. So picks have the same bits with at most four heads in a sum; with more, they may
+differ between entries whose scores are closer than the rounding of that sum, and in fp64 they are the same.
 
 What it costs: keys are gathered by row, T * K * block records in place of R * E. For decode that is what pays. In a
 long prefill the body, run as it is, would write T * K * block decoded keys to memory: a kernel need not.
@@ -242,10 +243,11 @@ class Restricted:
     def _enter(self, mask: Any) -> None:
         call, of = self.call, {role: self.read(node) for role, node in self.site.operands.items()}
         own = call(prims.iota.default, self.rows, start=0, step=1, device=self.device, requires_grad=False, **INT)
+        scored = call(aten.index.Tensor, of["rows"], [of["requests"], of["columns"]])  # itself, unless it is a pad row
         given = {
             "candidates": mask,
             "slots": call(aten.index.Tensor, of["slots"], [of["requests"]]),
-            "rows": call(aten.view.default, own, [-1, 1]),
+            "rows": call(aten.view.default, scored, [-1, 1]),
             "requests": own,
             "columns": call(aten.full.default, [self.rows], 0, device=self.device, **INT),
         }

@@ -15,7 +15,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule
 
 from tests.invariants import apply, check_pass, copy_program
-from tests.strategies.index_scores import CAPACITY, SLOTS, WIDTH, Indexer, legal
+from tests.strategies.index_scores import CAPACITY, SCALES, SLOTS, WIDTH, Indexer, legal
 from tests.strategies.restricted_scores import FLAWS, Pair, pair
 from tests.strategies.tracing import trace
 from v41._compat import size_with, symbols_of
@@ -59,8 +59,8 @@ def check(both: Pair) -> bool:
     told = attrs["restricted"], attrs["block"], attrs["keep"], attrs["k"], attrs["heads"], attrs["role"]
     assert told == (True, both.source.block, both.source.keep, both.again.k, both.again.heads, "re_indexer")
     roles = [role for role in attrs["operands"] if role != "size"]
-    assert sorted(roles) == sorted(["queries", "weights", "cache", "slots", "requests", "positions", "blocks",
-                                    "candidate_blocks"])  # fmt: skip
+    places = ["rows", "requests", "columns", "slots", "positions", "blocks", "candidate_blocks"]
+    assert sorted(roles) == sorted(["queries", "weights", "cache", *places])
     return True
 
 
@@ -102,7 +102,7 @@ def test_legal_pairs_are_restricted_and_flawed_ones_are_not() -> None:
 
 
 def steps(both: Pair, context: int = 15) -> Iterator[list[Tensor]]:
-    """Inputs of steps: prefill and decode mixed, rows that see few or none, contexts short and long.
+    """Inputs of steps: prefill and decode mixed, pad rows, rows that see few or none, all contexts.
 
     Values are few and keys repeat, so that scores are equal and ties decide.
     """
@@ -110,7 +110,8 @@ def steps(both: Pair, context: int = 15) -> Iterator[list[Tensor]]:
     fewest = -(-max(both.source.k, both.again.k) // block)
     for seed, lengths in enumerate([(4, 1), (1, 1, 1), (6,), (2, 3), (3, 3)]):
         torch.manual_seed(seed)
-        rows, requests = sum(lengths), len(lengths)
+        pads, requests = [0] * (seed % 2), len(lengths)
+        rows = sum(lengths) + len(pads)
         ends = [n + i if seed % 2 else context - 2 * i for i, n in enumerate(lengths)]
         at = [torch.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
         count = max(-(-max(ends) // block), fewest)
@@ -118,10 +119,12 @@ def steps(both: Pair, context: int = 15) -> Iterator[list[Tensor]]:
         q = [torch.randint(-2, 3, (rows, each.heads, WIDTH)).bfloat16() for each in (both.source, both.again)]
         w = [torch.randint(-1, 3, (rows, each.heads)).bfloat16() for each in (both.source, both.again)]
         keys = torch.randint(-3, 4, (SLOTS, 4, WIDTH)).bfloat16().repeat(1, CAPACITY // 4, 1)
-        places = [torch.cat(at) - int(seed == 3), torch.arange(requests).repeat_interleave(repeats)]
-        places += [torch.cat([torch.arange(n) for n in lengths]), first, torch.randperm(SLOTS)[:requests]]
+        of, pad = torch.arange(requests).repeat_interleave(repeats), torch.tensor(pads, dtype=torch.int64)
+        columns = torch.cat([*(torch.arange(n) for n in lengths), pad])
+        places = [torch.cat([*at, pad]) - int(seed == 3), torch.cat((of, pad)), columns]
+        places += [first, torch.randperm(SLOTS)[:requests]]
         places += [torch.arange(max(lengths)), torch.arange(count) + int(seed == 4)]
-        yield [q[0], w[0], q[1], w[1], *places, MXFP4_RECORD.encode(keys)]
+        yield [q[0], w[0], q[1], w[1], *places, MXFP4_RECORD.encode(keys) ^ SCALES]
 
 
 Make = Callable[[GraphModule], Callable[..., Any]]
@@ -208,7 +211,7 @@ def test_with_many_heads_in_a_sum_other_picks_are_as_good() -> None:
 def fp64_scores(inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Of each row and entry, and how far a sum of eight products in fp32 may be from it."""
     q, w, requests, slots, stored = (inputs[i] for i in (2, 3, 5, 8, 11))
-    keys = MXFP4_RECORD.decode(stored[slots])[requests].double()  # [T, capacity, d]
+    keys = MXFP4_RECORD.decode(stored[slots] ^ SCALES)[requests].double()  # [T, capacity, d]
     matches = torch.einsum("thd,ted->the", q.double(), keys).relu()
     terms = matches * (w.float() * MANY.again.scale).double().unsqueeze(-1)
     return terms.sum(1), 8 * 2**-24 * terms.abs().sum(1)

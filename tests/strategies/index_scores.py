@@ -16,6 +16,7 @@ from v41.model_def.quantization import MXFP4_RECORD
 from v41.model_def.topk import topk_lowest_index
 
 WIDTH, SLOTS, CAPACITY = 32, 3, 40
+SCALES = 112  # records enter xor this: of bytes drawn from 0 and 1 the scales would be 2^-127, and products subnormal
 ROLES = ("source", "candidate_source", "re_indexer")
 
 
@@ -114,7 +115,7 @@ class Indexer:
         if self.role == "re_indexer":
             inputs.append(torch.rand(rows, 7) < 0.5)
         keys = torch.randn(SLOTS, CAPACITY, WIDTH).bfloat16()
-        return self.choose, inputs, [MXFP4_RECORD.encode(keys) if self.records else keys]
+        return self.choose, inputs, [MXFP4_RECORD.encode(keys) ^ SCALES if self.records else keys]
 
     @property
     def all_sizes(self) -> tuple[str, ...]:
@@ -125,6 +126,7 @@ class Indexer:
         q, w, positions, requests, columns, first, slots, longest, blocks, *kept, stored = args
         rows = (first.unsqueeze(-1) + longest).clamp(max=q.shape[0] - 1)
         entries = (blocks.unsqueeze(-1) * self.block + torch.arange(self.block)).flatten()
+        stored = stored ^ SCALES if self.records else stored
         k = stored[slots.clamp(min=0).unsqueeze(-1), entries.clamp(max=CAPACITY - 1)]
         k = MXFP4_RECORD.decode(k) if self.records else k
         q = q.round()  # products of small integers and records are exact, in whatever order they are summed
