@@ -43,7 +43,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from v41._compat import fake_mode_of, known_equal, outside_fake_mode, symbols_of, without_guards
-from v41.passes.analysis.probe import ROWS, evaluate
+from v41.passes.analysis.probe import evaluate, numbers
 from v41.passes.index_parts import SPREADS, same_count
 from v41.passes.matching import RESHAPES, aten, between, fake, is_constant, prims, programs, shape
 from v41.passes.outline_index_scores import KIND
@@ -136,9 +136,9 @@ def _repeats(kept: Node, mask: Node, size: int) -> bool:
     """Whether the mask says of each entry what is said of its block."""
     order = {node: i for i, node in enumerate(kept.graph.nodes)}
     with outside_fake_mode():
-        drawn = torch.rand(ROWS, ROWS, generator=torch.Generator().manual_seed(0)) < 0.5
+        drawn = numbers(kept, 0) > 0
         found = evaluate(between(order, {kept}, [mask]), {kept: drawn}, mask, keep_types=True)
-        return torch.equal(found, drawn.repeat_interleave(size, -1))
+        return min(drawn.shape) > 1 and torch.equal(found, drawn.repeat_interleave(size, -1))
 
 
 # ---- what must hold: each predicate returns the node at fault
@@ -285,22 +285,22 @@ class Restricted:
     def run(self, node: Node) -> None:
         """Gives what `node` gives in the new body; entry numbers become those of each row's candidates."""
         operands = [arg for arg in node.all_input_nodes if fake(arg) is not None]
-        numbers = [same_count(arg, self.site.sizes["E"]) and not is_constant(arg) for arg in operands]
-        if node.target in RESHAPES and any(numbers):
+        numbered = [same_count(arg, self.site.sizes["E"]) and not is_constant(arg) for arg in operands]
+        if node.target in RESHAPES and any(numbered):
             self.env[node] = self.env[operands[0]]  # an axis more or less: [T, C] has the axis of rows already
             return
         self.env[node] = self.call(node.target, *self._new(node.args), **self._new(node.kwargs))
         value = fake(node)
         whole = value is not None and value.dtype is torch.int64 and not is_constant(node)
-        if whole and not any(numbers) and same_count(node, self.site.sizes["E"]):
+        if whole and not any(numbered) and same_count(node, self.site.sizes["E"]):
             self.env[node] = self.of_candidates(self.env[node])
 
     def _new(self, args: Any) -> Any:
         return map_aggregate(args, lambda arg: self.env[arg] if isinstance(arg, Node) else arg)
 
-    def of_candidates(self, numbers: Any) -> Any:
+    def of_candidates(self, counted: Any) -> Any:
         """[E], or with axes of size 1 -> [T, C] those of each row's candidates."""
-        return self.call(aten.index.Tensor, self.call(aten.view.default, numbers, [-1]), [self.columns])
+        return self.call(aten.index.Tensor, self.call(aten.view.default, counted, [-1]), [self.columns])
 
     def entries_at(self, picks: Any) -> Any:
         """Picked columns -> what they were before; -1 stays."""

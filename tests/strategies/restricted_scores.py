@@ -19,8 +19,10 @@ FLAWS = {  # the rule it breaks
     "ties to any entry": "ties go to the lower entry",
     "keys as numbers": "keys are taken from a cache, by slots of requests and numbers of entries",
     "as many requests as rows": SIZES,
+    "sizes that are numbers": SIZES,
     "a size of another kind": "every size in it is one of rows, requests, columns or entries",
 }
+OF_SYMBOLS = ("as many requests as rows", "a size of another kind")  # others show as well where sizes are numbers
 NAMES = ("rows",) * 7 + ("requests", "requests", "longest", "blocks")
 
 
@@ -31,6 +33,11 @@ class Pair:
     source: Indexer
     again: Indexer
     flaw: str = ""
+
+    @property
+    def numbers(self) -> bool:
+        """Whether it is traced with sizes that are numbers: that is quick, and enough for most flaws."""
+        return bool(self.flaw) and self.flaw not in OF_SYMBOLS
 
     @property
     def sizes(self) -> tuple[str, ...]:
