@@ -231,7 +231,7 @@ def end_of_norm(node: Node, is_weight: Callable[[Node], bool]) -> tuple[Node, No
 
 
 def interface(members: Collection[Node]) -> tuple[list[Node], list[Node]]:
-    """What a region of `members`, in graph order, would read and return: both in the order that `outline` gives them."""
+    """What a region of `members`, in graph order, would read and return, each in the order that `outline` gives."""
     inside = set(members)
     read = dict.fromkeys(arg for node in members for arg in node.all_input_nodes if arg not in inside)
     returned = [n for n in members if n.op != "get_attr" and any(user not in inside for user in n.users)]

@@ -22,7 +22,15 @@ from v41.passes.analysis.counts import Counts, counts
 from v41.passes.canonicalize import canonicalize
 from v41.passes.changes import changes, lines_of
 from v41.passes.fold_sinkhorn import fold_sinkhorn
+from v41.passes.outline_attention import outline_attention
+from v41.passes.outline_compressor import outline_compressor
+from v41.passes.outline_engram import outline_engram
+from v41.passes.outline_experts import outline_experts
+from v41.passes.outline_gate import outline_gate
+from v41.passes.outline_index_scores import outline_index_scores
 from v41.passes.outline_mhc import outline_mhc
+from v41.passes.outline_norm_quantise import outline_norm_quantise
+from v41.passes.outline_output_projection import outline_output_projection
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
 from v41.passes.same_values import check_values
 from v41.passes.verify import SHARED, WRITES, Facts, facts, verify
@@ -51,6 +59,14 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize),
     Pass(fold_sinkhorn, needs=(canonicalize,), expects="unrolled Sinkhorn loop"),
     Pass(outline_mhc, needs=(fold_sinkhorn,), expects="mHC boundary"),
+    Pass(outline_index_scores, needs=(canonicalize,)),  # before the gate, which would look at its top-k
+    Pass(outline_gate, needs=(canonicalize,)),
+    Pass(outline_experts, needs=(canonicalize,)),
+    Pass(outline_attention, needs=(canonicalize,)),
+    Pass(outline_output_projection, needs=(canonicalize,)),
+    Pass(outline_engram, needs=(canonicalize,)),
+    Pass(outline_compressor, needs=(canonicalize,)),
+    Pass(outline_norm_quantise, needs=(outline_mhc, outline_compressor)),  # norms that lie in no other region
     Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
 )
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that become pieces of their own

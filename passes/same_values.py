@@ -69,8 +69,8 @@ def difference(
 ) -> str | None:
     """How the two programs differ in values, specs, writes of inputs or shared memory. exact: run in fp64."""
     seen = []
-    for gm in (before, after):
-        inputs = random_inputs(gm, rows, exact=exact, integer=integer)
+    for gm in (before, after):  # what an input may hold is told by the program before: the other hides it in bodies
+        inputs = random_inputs(before, rows, exact=exact, integer=integer)
         try:
             outputs = run(gm, inputs, exact=exact)
         except Exception as error:
@@ -97,7 +97,7 @@ def first_difference(
     for gm in (before, after):
         runner = Runner(gm, exact, kept={})
         with torch.no_grad(), outside_fake_mode():
-            runner.run(*random_inputs(gm, rows, exact=exact, integer=integer))
+            runner.run(*random_inputs(before, rows, exact=exact, integer=integer))
         kept.append(runner.kept or {})
     for node in after.graph.nodes:
         if node.name in kept[0] and node.name in kept[1] and not same_bits(kept[0][node.name], kept[1][node.name]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 from tests.tools.saved import runs, save
 from v41.model_def.config import V41Config
-from v41.passes import fold_sinkhorn, outline_mhc, reinplace_cache_writes
+from v41.passes import restrict_index_scores
 from v41.passes.pipeline import PIPELINE
 from v41.report import Change, PassRun
 from v41.tools import pass_runs
@@ -214,8 +215,10 @@ def test_a_damaged_run_is_refused(
 
 
 def test_hints_are_of_rules_that_there_are_and_every_rule_of_these_passes_has_one(made: list[PassRun]) -> None:
-    mhc = [rule for rules in outline_mhc.RULES.values() for rule, _ in rules]
-    sentences = {*mhc, *dict(fold_sinkhorn.RULES), *dict(reinplace_cache_writes.RULES)}
+    passes = [*(sys.modules[each.run.__module__] for each in PIPELINE), restrict_index_scores]
+    rules = [getattr(module, "RULES", ()) for module in passes]
+    by_kind = [kinds.values() if isinstance(kinds, dict) else (kinds,) for kinds in rules]
+    sentences = {rule for kinds in by_kind for of_kind in kinds for rule, _ in of_kind}
     assert HINTS.keys() == sentences
     assert hint(made[1].decisions[2]) != GENERAL
 
