@@ -21,14 +21,17 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from v41._compat import OpOverload, fake_mode_of, without_guards
+from v41._compat import OpOverload, fake_mode_of, known_equal, without_guards
 
 aten, prims = torch.ops.aten, torch.ops.prims
 PART = 512  # terms that a tensor core sums in one go
 AT_ONCE = 1 << 29  # sums of parts held at one time: 2 GiB
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 HALVES = (torch.bfloat16, torch.float16)
-# Beside views: copies of the same values in another layout. Not `view.dtype`, a view that reads other values.
+OTHER_VALUES = (aten.view.dtype, aten.view_as_complex.default, aten.view_as_real.default)  # views that read others
+# Views that some strides forbid or that mean others by others: a cast packs what it reads with gaps or repeated.
+OF_MEMORY = (aten.view.default, aten._unsafe_view.default, aten.as_strided.default)
+# Beside views: copies of the same values in another layout.
 COPIES = (aten.clone.default, aten._unsafe_view.default, aten.split_with_sizes.default, aten.split.Tensor)
 
 
@@ -89,11 +92,13 @@ def way_to_halves(factor: Node) -> list[Node] | None:
     way = [factor]
     while not _widens(way[-1]):
         node, target = way[-1], way[-1].target
-        view = isinstance(target, OpOverload) and target.is_view and target is not aten.view.dtype
+        view = isinstance(target, OpOverload) and target.is_view and target not in OTHER_VALUES
         if not (view or target in COPIES or target is operator.getitem) or not isinstance(node.args[0], Node):
             return None
         way.append(node.args[0])
-    return way
+    wide, half = way[-1].meta["val"], way[-1].args[0].meta["val"]  # type: ignore[union-attr]
+    alike = all(map(known_equal, wide.stride(), half.stride()))
+    return way if alike or not any(node.target in OF_MEMORY for node in way) else None
 
 
 def _widens(node: Node) -> bool:

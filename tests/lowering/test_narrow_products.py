@@ -38,6 +38,12 @@ KEPT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # products that must st
     "already narrow": lambda x, y: x @ y,
     "two half types": lambda x, y: x.float() @ y.half().float(),
     "read as other bits": lambda x, y: x.float().view(torch.int32).view(torch.float32) @ y.float(),
+    "read as complex": lambda x, y: (
+        torch.view_as_real(torch.view_as_complex(x.float().unflatten(2, (4, 2)))).flatten(2) @ y.float()
+    ),
+    "packed by the cast, then viewed": lambda x, y: (
+        torch.ops.aten.view.default(y.mT[:, :, ::2].float(), [-1, 4, 4]) @ x.float()[:, :, :4]
+    ),
     "fp64": lambda x, y: x.double() @ y.double(),
 }
 
