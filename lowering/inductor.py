@@ -128,7 +128,8 @@ class InductorPiece:
         return self.beyond(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return load_piece, (self.check, self.choose, [stored_inductor_code(code) for code in self.codes], self.beyond)
+        codes = [stored_inductor_code(code) for code in self.codes]
+        return load_piece, (self.check, self.choose, codes, self.beyond, self.narrowed)
 
 
 def load_piece(
@@ -136,10 +137,11 @@ def load_piece(
     choose: Callable[[Sequence[object]], int],
     stored: Sequence[bytes],
     beyond: Artifact | None,
+    narrowed: int,
 ) -> InductorPiece:
     """The piece that was stored."""
     codes = [loaded_inductor_code(code, inductor_settings(SETTINGS)) for code in stored]
-    return InductorPiece(check, choose, codes, beyond)
+    return InductorPiece(check, choose, codes, beyond, narrowed)
 
 
 def drop_whole_slices(gm: GraphModule) -> None:

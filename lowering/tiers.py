@@ -11,9 +11,11 @@ must be readable: each symbol of the piece is some input's size, alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import SymInt, Tensor
 
 from v41._compat import symbols_of
@@ -66,6 +68,8 @@ def chooser(tiers: Sequence[Tier], metas: Sequence[object]) -> Callable[[Sequenc
     if readable:
         lines.append(f"    if min({', '.join([*readable, '1'])}) < 1: return {len(tiers)}")
     for place, tier in enumerate(tiers):
-        tests = [*(f"{symbol} <= {most}" for symbol, most in tier.limits.items()), *tier.conditions]
+        tests = [f"{symbol} <= {most}" for symbol, most in tier.limits.items()]
+        tests += [f"({condition})" for condition in tier.conditions]  # one may be an `or`
         lines.append(f"    if {' and '.join(tests) or True}: return {place}")
-    return define("\n".join([*lines, f"    return {len(tiers)}"]), "choose", {}, "<tiers of a piece>")
+    scope = {"math": math, "torch": torch}  # of which torch's printer takes functions
+    return define("\n".join([*lines, f"    return {len(tiers)}"]), "choose", scope, "<tiers of a piece>")

@@ -7,7 +7,9 @@ bits and picks schedules for 8192 rows. Of an ordinary one it asks what it needs
 guard. No compile of the user's hangs on these: they come back as conditions, and whoever calls the code checks them.
 
 That sizes are 2 or more is taken for granted while compiling, as torch does for unbacked ones: it settles what is
-broadcast and in which order dimensions lie, and code for the general case is right for one row as well.
+broadcast and in which order dimensions lie, and code for the general case is right for one row as well. Not where the
+program cuts or compares sizes: the first two rows of one are one. So it is propagated over ones too, and where a size
+comes out otherwise, a condition keeps ones away.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
@@ -35,6 +37,7 @@ class Sized:
     metas: list[Any]
     shapes: Any  # torch's ShapeEnv
     names: dict[Any, Any]  # its symbols -> those of the program it was made from
+    large_enough: list[str]  # conditions on those: sizes of 1 for which the program has other sizes than its code
 
     def is_pinned(self) -> bool:
         """Whether compiling took a size for its likely value, so that the code is for that alone."""
@@ -45,7 +48,7 @@ class Sized:
         from torch.utils._sympy.printers import PythonPrinter
 
         exprs = dict.fromkeys(guard.expr for guard in self.shapes.guards)
-        return [PythonPrinter().doprint(expr.xreplace(self.names)) for expr in exprs]
+        return self.large_enough + [PythonPrinter().doprint(expr.xreplace(self.names)) for expr in exprs]
 
 
 def with_sizes(gm: GraphModule, limits: Mapping[str, int], *, large: bool = False) -> Sized:
@@ -54,16 +57,22 @@ def with_sizes(gm: GraphModule, limits: Mapping[str, int], *, large: bool = Fals
     gm: functional ATen on fake tensors; a symbol must be a size of an input or an input. It stays as it is. `large`: a
     fourth of the limit is likely, so what then has too many elements for 32 bits is not indexed with so few.
     """
-    from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     given = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
     sizes = {symbol: _new(shapes, symbol, limits.get(str(symbol)), large) for symbol in _symbols(given)}
     names = {size.node.expr: symbol for symbol, size in sizes.items() if isinstance(size, SymInt)}
+    copy, metas = _propagated(gm, sizes, mode)
+    return Sized(copy, metas, shapes, names, _large_enough(gm, copy, sizes))
+
+
+def _propagated(gm: GraphModule, sizes: Mapping[Any, int | SymInt], mode: Any) -> tuple[GraphModule, list[Any]]:
+    """A copy of `gm` with `sizes` for its symbols, and the meta of its inputs."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     def resized(size: int | SymInt) -> int | SymInt:
         if isinstance(size, int):
@@ -79,7 +88,7 @@ def with_sizes(gm: GraphModule, limits: Mapping[str, int], *, large: bool = Fals
         return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
     with mode:
-        metas = [fresh(value) for value in given]
+        metas = [fresh(node.meta.get("val")) for node in gm.graph.find_nodes(op="placeholder")]
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:  # some hold a size itself where others hold the node that has it
@@ -98,7 +107,52 @@ def with_sizes(gm: GraphModule, limits: Mapping[str, int], *, large: bool = Fals
         Propagate(copy, mode).propagate_dont_convert_inputs(*metas)
     for node, value in zip(graph.find_nodes(op="placeholder"), metas, strict=True):
         node.meta["val"] = value
-    return Sized(copy, metas, shapes, names)
+    return copy, metas
+
+
+def _large_enough(gm: GraphModule, sized: GraphModule, sizes: Mapping[Any, int | SymInt]) -> list[str]:
+    """Conditions that keep ones from `sized`: on a size that alone makes a difference, or on all, where only all do.
+
+    A program that refuses a one beside likely sizes is none to keep away: the user's sizes are related.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    free = {symbol: size for symbol, size in sizes.items() if isinstance(size, SymInt)}
+    likely = {symbol: size.node.hint if isinstance(size, SymInt) else size for symbol, size in sizes.items()}
+
+    def differs(ones: Sequence[Any]) -> bool:
+        numbers = {**likely, **dict.fromkeys(ones, 1)}
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        try:
+            copy, _ = _propagated(gm, numbers, mode)
+        except Exception:  # whatever an operator says of sizes that it does not take
+            return len(ones) == len(free)
+        values = {free[symbol].node.expr: number for symbol, number in numbers.items() if symbol in free}
+        return any(
+            not _same_sizes(node.meta.get("val"), other.meta.get("val"), values)
+            for node, other in zip(sized.graph.nodes, copy.graph.nodes, strict=True)
+            if node.op != "output"
+        )
+
+    alone = [symbol for symbol in free if differs([symbol])]
+    if not alone and len(free) > 1 and differs([*free]):
+        alone = [*free]
+    return [f"{symbol} > 1" for symbol in alone]
+
+
+def _same_sizes(value: Any, numbers: Any, values: Mapping[Any, int]) -> bool:
+    """Whether `value` has the sizes that `numbers` has, with `values` for its symbols. Strides of ones mean nothing."""
+    if isinstance(value, Tensor):
+        value, numbers = tuple(value.shape), tuple(numbers.shape)
+    if isinstance(value, (tuple, list)):
+        pairs = zip(value, numbers, strict=False)
+        return len(value) == len(numbers) and all(_same_sizes(*pair, values) for pair in pairs)
+    if not isinstance(value, SymInt | SymFloat | SymBool):
+        return not isinstance(value, int | float) or bool(value == numbers)
+    if not isinstance(numbers, int | float) or not value.node.expr.free_symbols <= values.keys():
+        return True  # of data
+    return bool(value.node.expr.subs(values) == numbers)
 
 
 def _symbols(values: Sequence[object]) -> list[Any]:

@@ -16,7 +16,7 @@ from v41._compat import known_equal
 from v41._compat_sizes import with_sizes
 from v41._compat_trace import functional_aten
 from v41.lowering import inductor
-from v41.lowering.inductor import compile_piece
+from v41.lowering.inductor import InductorPiece, compile_piece
 from v41.lowering.tiers import Tier, chooser, distinct
 from v41.model_def.buckets import Buckets
 
@@ -98,6 +98,28 @@ def test_a_call_takes_no_tier_whose_conditions_it_breaks(rows: int) -> None:
     choose = chooser([Tier({symbol: 30}, (f"{symbol} % 4 == 0",)), Tier({}, (f"{symbol} != 7",))], metas)
     expected = 2 if rows in (0, 7) else 0 if rows % 4 == 0 and rows <= 30 else 1
     assert choose(inputs(rows)) == expected
+
+
+def test_conditions_are_read_one_by_one_and_may_call_what_torch_prints() -> None:
+    _, metas, symbol = PIECE
+    choose = chooser([Tier({symbol: 30}, (f"{symbol} < 5 or {symbol} > 9", f"math.trunc({symbol} / 2) < 20"))], metas)
+    assert [choose(inputs(rows)) for rows in (1, 7, 12, 31, 50)] == [0, 1, 0, 1, 1]
+    roots = Tier({}, (f"torch.sym_float({symbol}) ** 0.5 > 2.0",))
+    assert [chooser([roots], metas)(inputs(rows)) for rows in (4, 5)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "kept_away"),
+    [
+        (lambda x, y: x[:2] * y[-2:], True),
+        (lambda x, y: x.squeeze(0) * 2, True),
+        (lambda x, y: (x[-1] * 2, x.unsqueeze(1) + y, x @ y.mT, x.view(-1, 6, 8).sum(1)), False),
+    ],
+)
+def test_ones_are_kept_away_from_code_that_has_other_sizes(fn: Any, kept_away: bool) -> None:
+    gm, _, rows = piece(fn)
+    assert with_sizes(gm, {rows: 64}).conditions() == ([f"{rows} > 1"] if kept_away else [])
+    assert with_sizes(gm, {rows: 1}).conditions() == []
 
 
 def test_one_code_for_all_takes_no_rows_as_well() -> None:
@@ -189,6 +211,11 @@ def functional_boxed(run: Any) -> Any:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def test_a_stored_piece_still_tells_its_narrowed_products() -> None:
+    make, facts = InductorPiece(lambda args: None, lambda args: 0, [], None, 3).__reduce__()
+    assert make(*facts).narrowed == 3
 
 
 def test_a_batch_has_two_ranges_and_other_programs_none() -> None:
