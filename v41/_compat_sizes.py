@@ -113,7 +113,7 @@ def _propagated(gm: GraphModule, sizes: Mapping[Any, int | SymInt], mode: Any) -
 def _large_enough(gm: GraphModule, sized: GraphModule, sizes: Mapping[Any, int | SymInt]) -> list[str]:
     """Conditions that keep ones from `sized`: on a size that alone makes a difference, or on all, where only all do.
 
-    A program that refuses a one beside likely sizes is none to keep away: the user's sizes are related.
+    A one that the program refuses beside other sizes is none to keep away: sizes are related, as blocks and top-k are.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -127,7 +127,7 @@ def _large_enough(gm: GraphModule, sized: GraphModule, sizes: Mapping[Any, int |
         try:
             copy, _ = _propagated(gm, numbers, mode)
         except Exception:  # whatever an operator says of sizes that it does not take
-            return len(ones) == len(free)
+            return len(free) == 1
         values = {free[symbol].node.expr: number for symbol, number in numbers.items() if symbol in free}
         return any(
             not _same_sizes(node.meta.get("val"), other.meta.get("val"), values)
