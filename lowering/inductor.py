@@ -54,6 +54,10 @@ SETTINGS: dict[str, object] = {
     "cpp.simdlen": 1,  # scalar C++: equal bits, and a sixth of the compile time less
 }
 
+# Inductor's cache keeps guards on sizes that are inputs alone, and a piece may have its sizes from tensors: from there
+# code would come without its conditions. What it generates is kept by our own cache, and kernels by Triton's.
+ANEW: dict[str, object] = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+
 # On a CPU bits count and speed does not: there programs are checked. Inductor's C++ has other routines than eager's for
 # functions (eager itself has two, one for the last elements of a loop), and sums in another order: last bits differ,
 # and single FP8, FP4 and top-k picks flip. So every float operator there runs eager's kernel, save these, which give
@@ -89,7 +93,7 @@ def compile_piece(
             continue
         with outside_of_tracing():  # of AOTAutograd, whose fake tensors are of other sizes
             sized = with_sizes(piece, limits, large=large)
-            code = inductor_compile(sized.gm, sized.metas, settings, mark, f"{limits}, large: {large}")
+            code = inductor_compile(sized.gm, sized.metas, {**settings, **ANEW}, mark, f"{limits}, large: {large}")
         if not sized.is_pinned():
             codes.append(code)
             found.append(Tier(limits, tuple(sized.conditions())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tests.strategies.tracing import trace
+from v41 import artifact_store
 from v41._compat import known_equal
 from v41._compat_sizes import with_sizes
 from v41._compat_trace import functional_aten
@@ -211,6 +213,22 @@ def functional_boxed(run: Any) -> Any:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def test_a_piece_with_tiers_can_be_stored_and_keeps_its_conditions() -> None:
+    gm, _, rows = piece(lambda x, y: (x * y + 1, x.mT @ y))
+    run = compile_piece(gm, "piece 3", tiers=({rows: 8}, {rows: 64}), beyond=refuse)
+    again = pickle.loads(artifact_store.pickled(run))
+    assert len(again.codes) == len(run.codes) >= 2
+    for n in (1, 2, 8, 9, 64):
+        assert again.choose(inputs(n)) == run.choose(inputs(n))
+        assert all(map(torch.equal, again(*inputs(n)), gm(*inputs(n)))), n
+    with pytest.raises(ZeroDivisionError):
+        again(*inputs(65))
+
+
+def refuse(*args: object) -> Any:
+    raise ZeroDivisionError
 
 
 def test_a_stored_piece_still_tells_its_narrowed_products() -> None:
