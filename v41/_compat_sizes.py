@@ -14,7 +14,9 @@ comes out otherwise, a condition keeps ones away.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +127,8 @@ def _large_enough(gm: GraphModule, sized: GraphModule, sizes: Mapping[Any, int |
         numbers = {**likely, **dict.fromkeys(ones, 1)}
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         try:
-            copy, _ = _propagated(gm, numbers, mode)
+            with _unlogged("torch._subclasses.fake_tensor"):
+                copy, _ = _propagated(gm, numbers, mode)
         except Exception:  # whatever an operator says of sizes that it does not take
             return len(free) == 1
         values = {free[symbol].node.expr: number for symbol, number in numbers.items() if symbol in free}
@@ -139,6 +142,17 @@ def _large_enough(gm: GraphModule, sized: GraphModule, sizes: Mapping[Any, int |
     if not alone and len(free) > 1 and differs([*free]):
         alone = [*free]
     return [f"{symbol} > 1" for symbol in alone]
+
+
+@contextlib.contextmanager
+def _unlogged(name: str) -> Iterator[None]:
+    """Under it, the logger `name` says nothing: torch writes a trace of each error that it raises."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _same_sizes(value: Any, numbers: Any, values: Mapping[Any, int]) -> bool:
