@@ -24,7 +24,6 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from v41._compat import known_equal
-from v41.passes import spans
 from v41.passes.attention_core import Core, Meaning, find_cores, meaning_of
 from v41.passes.matching import (
     RESHAPES,
@@ -36,12 +35,11 @@ from v41.passes.matching import (
     is_constant,
     is_narrowing,
     is_widening,
-    programs,
     shape,
     unviewed,
 )
 from v41.passes.records import Record, record_of
-from v41.passes.sites import Rule, outline_sites
+from v41.passes.sites import STAYS, Rule, is_read_inside, outline_in_programs
 from v41.passes.turns import Rotation, rotation_from, rotation_to, rounds_early
 from v41.report import Decision
 
@@ -185,11 +183,6 @@ def rounds_turning(site: Site) -> Node | None:
     return next((node for turn in site.turns if (node := rounds_early(turn)) is not None), None)
 
 
-def is_read_inside(site: Site) -> Node | None:
-    inside = set(site.members)
-    return next((node for node in site.members if node is not site.result and not inside.issuperset(node.users)), None)
-
-
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the keys are the values, one latent for all heads", has_values_of_its_own),
     ("all sizes but that of the rows are numbers", counts_by_symbols),
@@ -198,15 +191,14 @@ RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("it is a softmax of scaled scores, hidden keys left out, a sink in the total", attends_otherwise),
     ("the output turns back by what turned the queries", turns_otherwise),
     ("RoPE is fp32, rounded once", rounds_turning),
-    ("only its output is read outside", is_read_inside),
-    ("nothing is written in between, and no effect reads it there", lambda site: spans.moves_an_effect(site.members)),
+    ("only its output is read outside", lambda site: is_read_inside(site.members, [site.result])),
+    STAYS,
 )
 
 
 def outline_attention(gm: GraphModule) -> list[Decision]:
     """Outlines every legal site of `gm`, and of the subgraphs the model asked for, in place. One decision a site."""
-    found = (outline_sites(each, find_sites(each), lambda site: RULES, attributes) for each in programs(gm))
-    return [decision for decisions in found for decision in decisions]
+    return outline_in_programs(gm, find_sites, lambda site: RULES, attributes)
 
 
 def find_sites(gm: GraphModule) -> list[Site]:

@@ -23,7 +23,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from v41._compat import outside_fake_mode
-from v41.passes import spans
 from v41.passes.analysis.probe import evaluate, numbers
 from v41.passes.fold_sinkhorn import match_step
 from v41.passes.matching import (
@@ -36,14 +35,13 @@ from v41.passes.matching import (
     is_narrowing,
     is_part,
     is_widening,
-    programs,
     same_sizes,
     shape,
     unviewed,
 )
 from v41.passes.norms import Norm, is_free, norm_of, role_of
 from v41.passes.scalings import Scaling, find_scalings
-from v41.passes.sites import Rule, outline_sites
+from v41.passes.sites import STAYS, Rule, is_read_inside, outline_in_programs
 from v41.report import Decision
 
 KIND = "compressor"
@@ -152,28 +150,20 @@ def rounds_inside(site: Site) -> Node | None:
     return next((node for node in narrow if fake(node).is_floating_point()), None)  # type: ignore[union-attr]
 
 
-def is_read_inside(site: Site) -> Node | None:
-    inside = set(site.members)
-    kept = (node for node in site.members if node not in site.exits)
-    return next((node for node in kept if not inside.issuperset(node.users)), None)
-
-
-def moves_an_effect(site: Site) -> Node | None:
-    return spans.moves_an_effect(site.members)
-
-
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the row is the sum of values by the softmax of gates over the group", pools_otherwise),
     ("gates and values are pooled in fp32", rounds_inside),
-    ("only the row when normed, turned or quantised is read outside", is_read_inside),
-    ("nothing is written in between, and no effect reads it there", moves_an_effect),
+    (
+        "only the row when normed, turned or quantised is read outside",
+        lambda site: is_read_inside(site.members, site.exits),
+    ),
+    STAYS,
 )
 
 
 def outline_compressor(gm: GraphModule) -> list[Decision]:
     """Outlines every legal pooling of `gm`, and of the subgraphs the model asked for, in place. One decision a site."""
-    found = (outline_sites(each, find_sites(each), lambda site: RULES, attributes) for each in programs(gm))
-    return [decision for decisions in found for decision in decisions]
+    return outline_in_programs(gm, find_sites, lambda site: RULES, attributes)
 
 
 def find_sites(gm: GraphModule) -> list[Site]:

@@ -20,12 +20,11 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from v41.passes import spans
 from v41.passes.engram_gates import GATE, Gate, gates
 from v41.passes.engram_lookups import LOOKUP, Lookup, lookups
-from v41.passes.matching import fake, interface, is_narrowing, programs, shape
+from v41.passes.matching import fake, interface, is_narrowing, shape
 from v41.passes.norms import role_of
-from v41.passes.sites import Rule, outline_sites
+from v41.passes.sites import STAYS, Rule, is_read_inside, outline_in_programs
 from v41.report import Decision
 
 Site = Gate | Lookup
@@ -50,19 +49,9 @@ def stores_otherwise(site: Any) -> Node | None:
     return site.anchor if site.stored is None else None
 
 
-def is_read_inside(site: Any) -> Node | None:
-    inside = set(site.members)
-    kept = (node for node in site.members if node not in site.exits)
-    return next((node for node in kept if not inside.issuperset(node.users)), None)
-
-
-def moves_an_effect(site: Any) -> Node | None:
-    return spans.moves_an_effect(site.members)
-
-
 SOUND: tuple[Rule[Site], ...] = (
-    ("only its result is read outside", is_read_inside),
-    ("nothing is written in between, and no effect reads it there", moves_an_effect),
+    ("only its result is read outside", lambda site: is_read_inside(site.members, site.exits)),
+    STAYS,
 )
 RULES: dict[str, tuple[Rule[Site], ...]] = {  # in order: each may rely on those above
     GATE: (
@@ -80,11 +69,9 @@ RULES: dict[str, tuple[Rule[Site], ...]] = {  # in order: each may rely on those
 
 def outline_engram(gm: GraphModule) -> list[Decision]:
     """Outlines every legal part of an Engram in `gm`, and in the subgraphs the model asked for, in place."""
-    found = (
-        outline_sites(each, find_sites(each, outermost=each is gm), lambda site: RULES[site.kind], attributes)
-        for each in programs(gm)
+    return outline_in_programs(
+        gm, lambda each: find_sites(each, outermost=each is gm), lambda site: RULES[site.kind], attributes
     )
-    return [decision for decisions in found for decision in decisions]
 
 
 def find_sites(gm: GraphModule, *, outermost: bool = True) -> list[Site]:

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from v41.passes import spans
 from v41.passes.analysis.probe import numbers
 from v41.passes.experts_parts import (
     GATHERS,
@@ -59,11 +58,10 @@ from v41.passes.matching import (
     is_constant,
     is_narrowing,
     is_widening,
-    programs,
     shape,
     unviewed,
 )
-from v41.passes.sites import Rule, outline_sites
+from v41.passes.sites import STAYS, Rule, is_read_inside, outline_in_programs
 from v41.report import Decision
 
 KIND = "experts"
@@ -253,11 +251,6 @@ def rounds_inside(site: Site) -> Node | None:
     return None if adds_once(site.order, site.anchor, *site.drawn, site.routed) else site.routed  # type: ignore[arg-type]
 
 
-def is_read_inside(site: Site) -> Node | None:
-    _, returned = interface(site.members)
-    return next((node for node in returned if node is not site.result), None)
-
-
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("rows of x are taken by expert, for every pick once", routes_otherwise),
     ("weights, and what they are multiplied with, have one format each", mixes_formats),
@@ -265,15 +258,14 @@ RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the router's weight enters before W2", weighs_later),
     ("the outputs of a row's picks are added, and nothing else is", adds_otherwise),
     ("only the input of W2 and the sum are rounded", rounds_inside),
-    ("only its result is read outside", is_read_inside),
-    ("nothing is written in between, and no effect reads it there", lambda site: spans.moves_an_effect(site.members)),
+    ("only its result is read outside", lambda site: is_read_inside(site.members, [site.result])),
+    STAYS,
 )
 
 
 def outline_experts(gm: GraphModule) -> list[Decision]:
     """Outlines all legal experts of `gm`, and of the subgraphs the model asked for, in place. One decision a site."""
-    found = (outline_sites(each, list(find_sites(each)), lambda site: RULES, attributes) for each in programs(gm))
-    return [decision for decisions in found for decision in decisions]
+    return outline_in_programs(gm, find_sites, lambda site: RULES, attributes)
 
 
 def find_sites(gm: GraphModule) -> Iterator[Site]:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from v41.passes import spans
 from v41.passes.analysis.probe import evaluate, numbers
 from v41.passes.fold_sinkhorn import Step, match_step
 from v41.passes.matching import (
@@ -32,15 +31,15 @@ from v41.passes.matching import (
     between,
     fake,
     getitems,
+    interface,
     is_constant,
     is_narrowing,
     is_pointwise,
     is_widening,
-    programs,
     shape,
     unviewed,
 )
-from v41.passes.sites import Rule, outline_sites
+from v41.passes.sites import STAYS, Rule, is_read_inside, outline_in_programs
 from v41.report import Decision
 
 KIND = "moe_gate"
@@ -226,24 +225,22 @@ def rounds_inside(site: Site) -> Node | None:
     return next((node for node in site.members if is_narrowing(node) and fake(node).is_floating_point()), None)  # type: ignore[union-attr]
 
 
-def is_read_inside(site: Site) -> Node | None:
-    inside = {*site.members, *site.exits}
-    return next((node for node in inside if node not in site.exits and not inside.issuperset(node.users)), None)
+def is_read_elsewhere(site: Site) -> Node | None:
+    return is_read_inside(dict.fromkeys((*site.members, *site.exits)), site.exits)
 
 
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the scores are sqrt(softplus) or sigmoid of one product", activates_otherwise),
     ("nothing is rounded between the product and the weights", rounds_inside),
     ("the picks are the best by score, or by score and bias, the best first", ranks_otherwise),
-    ("only weights and picks are read outside", is_read_inside),
-    ("nothing is written in between, and no effect reads it there", lambda site: spans.moves_an_effect(site.members)),
+    ("only weights and picks are read outside", is_read_elsewhere),
+    STAYS,
 )
 
 
 def outline_gate(gm: GraphModule) -> list[Decision]:
     """Outlines every legal gate of `gm`, and of the subgraphs the model asked for, in place. One decision a site."""
-    found = (outline_sites(each, find_sites(each), lambda site: RULES, attributes) for each in programs(gm))
-    return [decision for decisions in found for decision in decisions]
+    return outline_in_programs(gm, find_sites, lambda site: RULES, attributes)
 
 
 def find_sites(gm: GraphModule) -> list[Site]:
@@ -272,9 +269,7 @@ def attributes(site: Site) -> dict[str, Any]:
     left, right = site.factors  # type: ignore[misc]
     roles = {left: "input", right: "weight", site.bias: "bias"}
     seen = {view: role for node, role in roles.items() if node is not None for view in unviewed(node)}
-    inside = set(site.members)
-    read = dict.fromkeys(arg for node in site.members for arg in node.all_input_nodes if arg not in inside)
-    outputs = [node for node in site.members if any(user not in inside for user in node.users)]
+    read, outputs = interface(site.members)
     return {
         "activation": site.activation,
         "k": site.k,

@@ -19,7 +19,7 @@ among candidates. Exact because outlining moves nodes and rewrites none. Needs c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,14 +37,14 @@ from v41.passes.matching import (
     aten,
     between,
     fake,
+    interface,
     is_constant,
     is_pointwise,
     is_widening,
-    programs,
     shape,
     unviewed,
 )
-from v41.passes.sites import Rule, outline_sites
+from v41.passes.sites import STAYS, Rule, is_read_inside, outline_in_programs
 from v41.report import Decision
 
 KIND = "index_scores"
@@ -107,7 +107,7 @@ class Site:
                     first = {"entries": "blocks", "seen": "positions"}.get(role, role) if end is not node else role
                     for view in unviewed(end):
                         roles.setdefault(view, first)
-        read = dict.fromkeys(arg for node in self.members for arg in node.all_input_nodes if arg not in inside)
+        read, _ = interface(self.members)
         return {arg: roles.get(arg, "constant") if fake(arg) is not None else "size" for arg in read}
 
     @cached_property
@@ -150,28 +150,24 @@ def keeps_otherwise(site: Site) -> Node | None:
     return site.parts.block_ranking if site.parts.kept is None else None
 
 
-def is_read_inside(site: Site) -> Node | None:
-    inside = set(site.members)
-    return next((n for n in site.members if n not in site.results and not inside.issuperset(n.users)), None)
-
-
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the scores are a sum over heads of weighed, rectified products of queries and keys", scores_otherwise),
     ("the picks are the best entries that a row may see, ascending, then -1", picks_otherwise),
     ("the blocks kept are the best by their best entry, and that of the newest entry a row sees", keeps_otherwise),
-    ("only picks and kept blocks are read outside", is_read_inside),
+    ("only picks and kept blocks are read outside", lambda site: is_read_inside(site.members, site.results)),
     ("no path leaves it and comes back", lambda site: spans.comes_back(site.members)),
-    ("nothing is written in between, and no effect reads it there", lambda site: spans.moves_an_effect(site.members)),
+    STAYS,
 )
 
 
 def outline_index_scores(gm: GraphModule) -> list[Decision]:
     """Outlines every legal indexer of `gm`, and of the subgraphs the model asked for, in place. One decision a site."""
-    return [decision for each in programs(gm) for decision in _outline(each)]
+    return outline_in_programs(gm, find_sites, lambda site: RULES, attributes)
 
 
-def _outline(gm: GraphModule) -> Iterator[Decision]:
-    yield from outline_sites(gm, [Site(parts) for parts in find_parts(gm)], lambda site: RULES, attributes)
+def find_sites(gm: GraphModule) -> list[Site]:
+    """What looks like an indexer, in graph order."""
+    return [Site(parts) for parts in find_parts(gm)]
 
 
 def attributes(site: Site) -> dict[str, Any]:

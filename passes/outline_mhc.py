@@ -29,9 +29,9 @@ from v41.passes import spans
 from v41.passes.analysis.probe import evaluate, integers
 from v41.passes.fold_sinkhorn import RULES as SINKHORN_RULES
 from v41.passes.fold_sinkhorn import is_read_outside
-from v41.passes.matching import between, same_sizes, shape, unviewed
+from v41.passes.matching import between, interface, same_sizes, shape, unviewed
 from v41.passes.mhc_parts import BOUNDARY, EXIT, POST, Coefficients, Collapse, Comb, Gate, Parts, PostMap
-from v41.passes.sites import Rule, outline_sites
+from v41.passes.sites import STAYS, Rule, outline_sites
 from v41.regions import invoke_subgraph
 from v41.report import Decision
 
@@ -214,13 +214,9 @@ def comes_back(site: Site) -> Node | None:
     return spans.comes_back(site.members)
 
 
-def moves_an_effect(site: Site) -> Node | None:
-    return spans.moves_an_effect(site.members)
-
-
 SOUND = (
     ("no path leaves it and comes back", comes_back),
-    ("nothing is written in between, and no effect reads it there", moves_an_effect),
+    STAYS,
 )
 MIX = (("the post map is post_k y + sum_j comb_jk X_j", mixes_otherwise),)
 COLLAPSE = (
@@ -305,9 +301,7 @@ def _interface(site: Site) -> dict[str, tuple[Any, ...]]:
     results = roles | ({site.comb.result: "comb"} if site.coefficients is not None else {})
     if site.coefficients is not None:
         results |= {gate.result: name for gate, name in zip(site.gates, ("pre", "post"), strict=True)}
-    inside = set(site.members)
-    read = dict.fromkeys(arg for node in site.members for arg in node.all_input_nodes if arg not in inside)
-    outputs = [n for n in site.members if n.op != "get_attr" and any(user not in inside for user in n.users)]
+    read, outputs = interface(site.members)
     weight = site.parts.is_weight
     return {
         "operands": tuple(roles.get(arg, "weight" if weight(arg) else "other") for arg in read),

@@ -21,11 +21,10 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from v41.passes import spans
-from v41.passes.matching import interface, programs, unviewed
+from v41.passes.matching import interface, unviewed
 from v41.passes.norms import Norm, norm_of, role_of
 from v41.passes.scalings import Scaling, find_scalings
-from v41.passes.sites import Rule, outline_sites
+from v41.passes.sites import STAYS, Rule, is_read_inside, outline_in_programs
 from v41.report import Decision
 
 KIND = "norm_quantise"
@@ -61,27 +60,19 @@ def scales_another_row(site: Site) -> Node | None:
     return site.scaling.result if site.norm is None else None
 
 
-def is_read_inside(site: Site) -> Node | None:
-    inside = set(site.members)
-    kept = (node for node in site.members if node not in site.norm.exits)  # type: ignore[union-attr]
-    return next((node for node in kept if not inside.issuperset(node.users)), None)
-
-
-def moves_an_effect(site: Site) -> Node | None:
-    return spans.moves_an_effect(site.members)
-
-
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the row is divided by its own root mean square", scales_another_row),
-    ("only the row when normed, turned or quantised is read outside", is_read_inside),
-    ("nothing is written in between, and no effect reads it there", moves_an_effect),
+    (
+        "only the row when normed, turned or quantised is read outside",
+        lambda site: is_read_inside(site.members, site.norm.exits),  # type: ignore[union-attr]
+    ),
+    STAYS,
 )
 
 
 def outline_norm_quantise(gm: GraphModule) -> list[Decision]:
     """Outlines every legal norm of `gm`, and of the subgraphs the model asked for, in place. One decision a site."""
-    found = (outline_sites(each, find_sites(each), lambda site: RULES, attributes) for each in programs(gm))
-    return [decision for decisions in found for decision in decisions]
+    return outline_in_programs(gm, find_sites, lambda site: RULES, attributes)
 
 
 def find_sites(gm: GraphModule) -> list[Site]:

@@ -24,7 +24,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from v41._compat import known_equal
-from v41.passes import spans
 from v41.passes.analysis.probe import evaluate, integers
 from v41.passes.matching import (
     RESHAPES,
@@ -38,12 +37,11 @@ from v41.passes.matching import (
     is_part,
     is_pointwise,
     is_widening,
-    programs,
     shape,
     unviewed,
 )
 from v41.passes.number_formats import Format, formats_of, read_format
-from v41.passes.sites import Rule, outline_sites
+from v41.passes.sites import STAYS, Rule, is_read_inside, outline_in_programs
 from v41.passes.stored_weights import Weight, read_weight
 from v41.report import Decision
 
@@ -202,24 +200,18 @@ def multiplies_otherwise(site: Site) -> Node | None:
     return None if site.axes is not None else site.down.product
 
 
-def is_read_inside(site: Site) -> Node | None:
-    inside, result = set(site.members), site.up.product
-    return next((node for node in site.members if node is not result and not inside.issuperset(node.users)), None)
-
-
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("between the products stand views, one cast and one rounding to groups at most", changes_the_middle),
     ("the grouped product is rounded once", rounds_twice),
     ("each group of heads meets its own A, and all meet B", multiplies_otherwise),
-    ("only its output is read outside", is_read_inside),
-    ("nothing is written in between, and no effect reads it there", lambda site: spans.moves_an_effect(site.members)),
+    ("only its output is read outside", lambda site: is_read_inside(site.members, [site.up.product])),
+    STAYS,
 )
 
 
 def outline_output_projection(gm: GraphModule) -> list[Decision]:
     """Outlines every legal site of `gm`, and of the subgraphs the model asked for, in place. One decision a site."""
-    found = (outline_sites(each, find_sites(each), lambda site: RULES, attributes) for each in programs(gm))
-    return [decision for decisions in found for decision in decisions]
+    return outline_in_programs(gm, find_sites, lambda site: RULES, attributes)
 
 
 def find_sites(gm: GraphModule) -> list[Site]:

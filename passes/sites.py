@@ -9,11 +9,13 @@ Each rule may rely on those above it. All attributes are read before the first e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch.fx import GraphModule, Node
 
+from v41.passes import spans
+from v41.passes.matching import programs
 from v41.regions import outline
 from v41.report import Decision, applied, refused
 
@@ -32,6 +34,17 @@ class Site(Protocol):
 Found = TypeVar("Found")  # what rules judge: a Site, or what another pass looks for
 S = TypeVar("S", bound=Site)
 Rule = tuple[str, Callable[[Found], Node | None]]
+# What every site must keep, for outlining puts its nodes where the last one stands.
+STAYS: Rule[Any] = (
+    "nothing is written in between, and no effect reads it there",
+    lambda site: spans.moves_an_effect(site.members),
+)
+
+
+def is_read_inside(members: Collection[Node], results: Collection[Node | None]) -> Node | None:
+    """The first of `members`, but `results`, that an outsider reads."""
+    inside = set(members)
+    return next((node for node in members if node not in results and not inside.issuperset(node.users)), None)
 
 
 def broken_rule(site: Found, rules: Sequence[Rule[Found]]) -> tuple[str, Node] | None:
@@ -54,3 +67,14 @@ def outline_sites(
         else applied(outline(gm, site.members, kind=site.kind, **found))
         for (site, broken), found in zip(judged, facts, strict=True)
     ]
+
+
+def outline_in_programs(
+    gm: GraphModule,
+    find_sites: Callable[[GraphModule], Iterable[S]],
+    rules_of: Callable[[S], Sequence[Rule[S]]],
+    attributes: Callable[[S], dict[str, Any]],
+) -> list[Decision]:
+    """`outline_sites` for `gm` and for the subgraphs the model asked for, innermost first."""
+    found = (outline_sites(each, list(find_sites(each)), rules_of, attributes) for each in programs(gm))
+    return [decision for decisions in found for decision in decisions]

@@ -129,17 +129,17 @@ def test_legal_spellings_fire_and_flawed_ones_do_not() -> None:
 
 @pytest.mark.parametrize("flaw", ONE_A_RULE)
 def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(flaw: str) -> None:
-    refused_by_its_rule(find_sites(traced(*GROUP))[GROUP.index(with_flaw(flaw))], FLAWS[flaw])
+    check_refused_by_its_rule(find_sites(traced(*GROUP))[GROUP.index(with_flaw(flaw))], FLAWS[flaw])
 
 
 @pytest.mark.slow
 def test_other_flaws_are_named_too() -> None:
     others = [flaw for flaw in FLAWS if flaw not in ONE_A_RULE]
     for site, flaw in zip(find_sites(traced(*map(with_flaw, others))), others, strict=True):
-        refused_by_its_rule(site, FLAWS[flaw])
+        check_refused_by_its_rule(site, FLAWS[flaw])
 
 
-def refused_by_its_rule(site: Site, rule: str) -> None:
+def check_refused_by_its_rule(site: Site, rule: str) -> None:
     broken = broken_rule(site, RULES)
     assert broken is not None and broken[0] == rule
     try:

@@ -158,7 +158,7 @@ def marked(both: Pair, inputs: list[Tensor]) -> list[Tensor]:
     return inputs
 
 
-def agree(both: Pair, make: Make) -> GraphModule:
+def check_agrees(both: Pair, make: Make) -> GraphModule:
     run, programs = compiled(both, make)
     with torch.no_grad():
         for inputs in steps(both):
@@ -171,7 +171,7 @@ def agree(both: Pair, make: Make) -> GraphModule:
 
 @SLOW
 def test_picks_are_eagers_in_real_steps_and_no_score_has_the_context_as_its_axis() -> None:
-    gm = agree(PLAIN, lambda gm: gm)
+    gm = check_agrees(PLAIN, lambda gm: gm)
     source, again = regions(gm, KIND)
     assert "restricted" not in region_of(source).attrs and region_of(again).attrs["restricted"]
     longest = {largest_axis(source), largest_axis(again)}
@@ -241,11 +241,11 @@ def test_a_wrong_pass_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     owner, name, wrong = WRONG[bug]
     monkeypatch.setattr(owner, name, wrong)
     with pytest.raises((AssertionError, RuntimeError)):
-        agree(PLAIN, lambda gm: gm)
+        check_agrees(PLAIN, lambda gm: gm)
 
 
 @SLOW
 def test_inductor_compiles_what_is_left() -> None:
     if supported(torch.device("cpu")) is not None:
         pytest.skip("Inductor drops casts here")
-    agree(PLAIN, compile_piece)
+    check_agrees(PLAIN, compile_piece)
