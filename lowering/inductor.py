@@ -99,7 +99,7 @@ def compile_piece(
             found.append(Tier(limits, tuple(sized.conditions())))
     if not codes:
         codes, found = [inductor_compile(piece, metas, settings, mark)], [Tier()]
-    return InductorPiece(check, chooser(found, metas), codes, beyond, narrowed)
+    return InductorPiece(check, chooser(found, metas), codes, beyond, narrowed, found[-1].conditions)
 
 
 def with_large(ranges: Sequence[Limits]) -> list[tuple[Limits, bool]]:
@@ -110,7 +110,8 @@ def with_large(ranges: Sequence[Limits]) -> list[tuple[Limits, bool]]:
 class InductorPiece:
     """Inductor's codes, one a tier, behind the check of inputs. A stored one runs under the settings of its making.
 
-    narrowed: how many products run on 16-bit floats though the model widens them.
+    narrowed: how many products run on 16-bit floats though the model widens them. granted: what the last code takes for
+    granted of sizes, as Python; a call that breaks it runs `beyond`.
     """
 
     def __init__(
@@ -120,8 +121,10 @@ class InductorPiece:
         codes: Sequence[Code],
         beyond: Artifact | None,
         narrowed: int = 0,
+        granted: tuple[str, ...] = (),
     ) -> None:
-        self.check, self.choose, self.codes, self.beyond, self.narrowed = check, choose, codes, beyond, narrowed
+        self.check, self.choose, self.codes, self.beyond = check, choose, codes, beyond
+        self.narrowed, self.granted = narrowed, granted
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         self.check(args)
@@ -133,7 +136,7 @@ class InductorPiece:
 
     def __reduce__(self) -> tuple[Any, ...]:
         codes = [stored_inductor_code(code) for code in self.codes]
-        return load_piece, (self.check, self.choose, codes, self.beyond, self.narrowed)
+        return load_piece, (self.check, self.choose, codes, self.beyond, self.narrowed, self.granted)
 
 
 def load_piece(
@@ -142,10 +145,11 @@ def load_piece(
     stored: Sequence[bytes],
     beyond: Artifact | None,
     narrowed: int,
+    granted: tuple[str, ...],
 ) -> InductorPiece:
     """The piece that was stored."""
     codes = [loaded_inductor_code(code, inductor_settings(SETTINGS)) for code in stored]
-    return InductorPiece(check, choose, codes, beyond, narrowed)
+    return InductorPiece(check, choose, codes, beyond, narrowed, granted)
 
 
 def drop_whole_slices(gm: GraphModule) -> None:

@@ -8,8 +8,9 @@ are traced with, never run and never kept.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -142,9 +143,18 @@ def build(
     narrowed = sum(getattr(made, "narrowed", 0) for made in artifacts.values())
     if narrowed:
         report.options["products"] = (f"{narrowed} of widened 16-bit floats take them as they are", "v41; sums in fp32")
+    granted = granted_by(artifacts.values(), plan.sizes)
+    if granted:
+        report.options["granted"] = ("; ".join(granted), "v41; a call that breaks one runs ATen nodes")
     report.seconds["codegen"] = clock() - start
     report.plan, report.pieces, report.artifacts = plan, len(plan.pieces), len(artifacts)
     return plan, artifacts
+
+
+def granted_by(artifacts: Iterable[Artifact], names: Mapping[str, str]) -> list[str]:
+    """What the widest code of any of `artifacts` takes for granted of sizes, each told by its name."""
+    found = dict.fromkeys(condition for made in artifacts for condition in getattr(made, "granted", ()))
+    return [re.sub(r"\bu\d+\b", lambda symbol: names.get(symbol[0], symbol[0]), condition) for condition in found]
 
 
 def run_of(

@@ -17,6 +17,7 @@ from v41 import artifact_store
 from v41._compat import known_equal
 from v41._compat_sizes import with_sizes
 from v41._compat_trace import functional_aten
+from v41.backend import granted_by
 from v41.lowering import inductor
 from v41.lowering.inductor import InductorPiece, compile_piece
 from v41.lowering.tiers import Tier, chooser, distinct
@@ -157,6 +158,8 @@ def test_each_tier_is_compiled_over_its_own_sizes(monkeypatch: pytest.MonkeyPatc
     assert len({known for known, *_ in seen}) == 3  # Inductor's cache tells them apart by it
     assert [run(*inputs(n))[0] for n in (1, 8, 9, 64)] == [0, 0, 1, 1]
     assert [run(*inputs(n))[0] for n in (0, 33, 65)] == ["beyond"] * 3
+    assert run.granted == (f"{rows} != 33",)
+    assert granted_by([run, run, object()], {rows: "rows"}) == ["rows != 33"]  # what the report tells
 
 
 def test_what_32_bits_cannot_count_has_code_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +235,9 @@ def refuse(*args: object) -> Any:
 
 
 def test_a_stored_piece_still_tells_its_narrowed_products() -> None:
-    make, facts = InductorPiece(lambda args: None, lambda args: 0, [], None, 3).__reduce__()
-    assert make(*facts).narrowed == 3
+    make, facts = InductorPiece(lambda args: None, lambda args: 0, [], None, 3, ("u0 > 1",)).__reduce__()
+    again = make(*facts)
+    assert (again.narrowed, again.granted) == (3, ("u0 > 1",))
 
 
 def test_a_batch_has_two_ranges_and_other_programs_none() -> None:
