@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from v41.model_def import attention
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.compare import KL_LIMIT, agree, join, largest
 from v41.tools.generate_command import reference
+from v41.tools.recording import replay
 
 
 def logits(*rows: list[float]) -> Tensor:
@@ -102,4 +105,20 @@ def test_a_random_model_is_a_calm_judge() -> None:
         runs.append(agree(made.logits, exact, exact))
     found = join(runs)
     assert found.holds and len(found.rows) == 14
-    assert found.max_kl < KL_LIMIT / 2  # undamped, with a gain of 1, above it
+    assert found.max_kl < KL_LIMIT / 2  # with a gain of 1 above it
+
+
+@torch.no_grad()
+def test_a_calm_judge_sees_a_missing_rotation() -> None:
+    """The damping leaves one of the smallest faults visible: attention's result is not rotated back."""
+    config = V41Config.preset("tiny")
+    prompts, settings = [list(range(40)), [7, 8, 9]], {"tokens": 12, "chunk": 24, "device": "cpu"}
+    model, rotate = V41ForCausalLM.random(config, 0), attention.rotate
+    made, exact = reference(model, prompts, 0, settings)
+
+    def forward_only(x: Tensor, by: attention.Turn, inverse: bool = False) -> Tensor:
+        return x if inverse else rotate(x, by)
+
+    with patch.object(attention, "rotate", forward_only):
+        faulty = replay(model, config, made, "cpu")
+    assert agree(made.logits, faulty, exact).failed > 0
