@@ -43,7 +43,7 @@ def test_a_damaged_model_is_a_failure_that_names_the_row(compiled_as, capsys: py
     compiled_as(damaged)
     assert main(COMPARE) == 1
     out = capsys.readouterr().out
-    assert "fails    KL <= 0.02" in out and "seed 0, request 0, position 4: KL" in out
+    assert "fails    KL <= 0.02" in out and "seed 0, request 0, position 5: KL" in out
 
 
 def test_the_seeds_are_different_models(compiled_as, capsys: pytest.CaptureFixture[str]) -> None:
