@@ -4,12 +4,13 @@
     after    region(kind="norm_quantise", width=512, eps=1e-20, weighted=True, then=("rope", "fp8_record"), rope={...},
                     format={...}, operands=("input", "weight", "cos", "sin"), outputs=("quantised",)) -> record
 
-Site: a value divided by a root mean square, outside of other regions. What follows is read by running it on numbers
-(row_tails.py): a turn by RoPE, then a rounding to groups of fp8 or fp4, either or neither; the rest stays outside, so a
-product with a weight, a gather of rows or a write of a cache never comes in. Legal when all RULES hold. Exact because
-outlining moves nodes and rewrites none; convex, as what a tail reads beside its row stood before that. A norm in a
-subgraph that layers share is outlined there, once. Needs canonicalize; comes after the passes whose regions hold norms
-of their own (outline_mhc, outline_compressor).
+Site: a value divided by the root mean square of all that its row has, outside of other regions; a norm of each head by
+itself is none, and V4.1 has none. What follows is read by running it on numbers (row_tails.py): a turn by RoPE, then a
+rounding to groups of fp8 or fp4, either or neither; the rest stays outside, so a product with a weight, a gather of
+rows or a write of a cache never comes in. Legal when all RULES hold. Exact because outlining moves nodes and rewrites
+none; convex, as what a tail reads beside its row stood before that. A norm in a subgraph that layers share is outlined
+there, once. Needs canonicalize; comes after the passes whose regions hold norms of their own (outline_mhc,
+outline_compressor).
 """
 
 from __future__ import annotations
