@@ -152,7 +152,7 @@ class Parts(Scored):
     def _picks(self, node: Node, *, tied: bool) -> bool:
         """Whether `node` is the best entries that are not hidden, ascending, then -1."""
         value, k = fake(node), _most(node)
-        if value is None or value.dtype is not torch.int64 or k is None:
+        if value is None or value.dtype is not torch.int64 or k is None or not self._by_rows:
             return False
         for found, scores, _ in self._chosen(node, k, tied):
             best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
@@ -165,7 +165,7 @@ class Parts(Scored):
     def _keeps(self, node: Node) -> bool:
         """Whether `node` is the best blocks by their best entry, that of the newest entry a row sees among them."""
         value, keep = fake(node), self.keep
-        if value is None or value.dtype is not torch.bool or keep is None or value.ndim != len(shape(self.scores)):
+        if value is None or value.dtype is not torch.bool or value.ndim != 2 or keep is None or not self._by_rows:
             return False
         size, rest = divmod(size_with(self.entry_count, 12), size_with(value.shape[-1], 12))
         if rest:
@@ -182,6 +182,12 @@ class Parts(Scored):
                 return False
         return True
 
+    @property
+    def _by_rows(self) -> bool:
+        """Whether scores are [T, E], and what a row sees is a number each. V4's have an axis of batches in front."""
+        sizes = shape(self.scores)
+        return len(sizes) == 2 and (self.seen is None or same_count(self.seen, sizes[0]))
+
     def _chosen(self, node: Node, least: int, tied: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """What `node` makes of drawn scores, those that are not hidden, how many are seen; nothing where it cannot run.
 
@@ -189,7 +195,7 @@ class Parts(Scored):
         """
         given = [part for part in (self.scores, self.entries, self.seen, self.candidates) if part is not None]
         nodes, count = self.run(given, node), self._count(least)
-        few = symbols_of(shape(self.scores)[0]) if len(shape(self.scores)) > 1 else frozenset()
+        few = symbols_of(shape(self.scores)[0])
 
         def number(size: int | SymInt) -> int:
             return size_with(size, ROWS if symbols_of(size) and symbols_of(size) <= few else count)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from tests.invariants import apply, check_pass, copy_program
 from tests.strategies.index_scores import FLAWS, WIDTH, Indexer, flawed, legal, with_flaw
+from tests.strategies.norms import trace_as_is
 from tests.strategies.tracing import trace
 from v41._compat_trace import functional_aten
 from v41.model_def.batch import Batch, Chunk, build_batch
@@ -131,7 +132,24 @@ def test_a_choice_without_scores_is_no_site() -> None:
     assert check_pass(outline_index_scores, gm) == []
 
 
-# ---- the plain model
+# ---- other models, and the plain model
+
+
+def with_batches(q: Tensor, keys: Tensor, w: Tensor, seen: Tensor) -> Tensor:
+    """As V4 has it: queries [B, S, H, D] of several texts at once, each with entries of its own [B, E, D]."""
+    matches = torch.relu(q @ keys.mT[:, None]) * 0.5
+    scores = (matches * w.unsqueeze(-1)).sum(2)
+    hidden = torch.arange(keys.shape[1]) >= seen[..., None]
+    best = scores.masked_fill(hidden, -torch.inf).topk(2, -1).indices
+    return torch.where(best >= seen[..., None], -1, best)
+
+
+def test_the_indexer_of_another_model_is_refused() -> None:
+    rows = torch.randn(2, 5, 3, 8), torch.randn(2, 6, 8), torch.rand(2, 5, 3), torch.randint(0, 6, (2, 5))
+    gm = trace_as_is(with_batches, rows)
+    apply(canonicalize, gm)
+    (decision,) = check_pass(outline_index_scores, gm, (2,))
+    assert decision.rule == "the picks are the best entries that a row may see, ascending, then -1"
 
 
 class Indexers(torch.nn.Module):
