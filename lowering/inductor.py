@@ -32,7 +32,7 @@ from v41._compat import (
     run_as_eager,
 )
 from v41._compat_cache import loaded_inductor_code, stored_inductor_code
-from v41._compat_sizes import with_sizes
+from v41._compat_sizes import Numbers, with_sizes
 from v41.lowering.narrow_products import narrow_products
 from v41.lowering.piece_inputs import checker
 from v41.lowering.tiers import Limits, Tier, chooser, distinct
@@ -88,11 +88,12 @@ def compile_piece(
     keep_output_strides(piece.graph)
     check = checker(name, [node.name for node in placeholders], metas)
     settings, found, codes = inductor_settings(SETTINGS), list[Tier](), list[Code]()
+    numbers = Numbers(piece)
     for limits, large in with_large(distinct(tiers, metas)):
         if large and found and not found[-1].conditions:
             continue
         with outside_of_tracing():  # of AOTAutograd, whose fake tensors are of other sizes
-            sized = with_sizes(piece, limits, large=large)
+            sized = with_sizes(piece, limits, large=large, numbers=numbers)
             code = inductor_compile(sized.gm, sized.metas, {**settings, **ANEW}, mark, f"{limits}, large: {large}")
         if not sized.is_pinned():
             codes.append(code)

@@ -53,11 +53,39 @@ class Sized:
         return self.large_enough + [PythonPrinter().doprint(expr.xreplace(self.names)) for expr in exprs]
 
 
-def with_sizes(gm: GraphModule, limits: Mapping[str, int], *, large: bool = False) -> Sized:
+class Numbers:
+    """`gm` over numbers for its symbols, each set of them propagated once for all ranges that it gets code for."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.likely: dict[Any, int] = {}  # symbol -> its likely value in the first range that leaves it free
+        self.known: dict[tuple[int, ...], list[Any] | None] = {}
+
+    def values(self, numbers: Mapping[Any, int]) -> list[Any] | None:
+        """The meta of each node, in order; None where an operator does not take these sizes."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        key = tuple(numbers.values())  # of the same symbols, in the same order
+        if key not in self.known:
+            mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+            try:
+                with _unlogged("torch._subclasses.fake_tensor"):
+                    copy, _ = _propagated(self.gm, numbers, mode)
+                self.known[key] = [node.meta.get("val") for node in copy.graph.nodes]
+            except Exception:  # whatever an operator says of sizes that it does not take
+                self.known[key] = None
+        return self.known[key]
+
+
+def with_sizes(
+    gm: GraphModule, limits: Mapping[str, int], *, large: bool = False, numbers: Numbers | None = None
+) -> Sized:
     """`gm` with sizes of their own: each symbol in `limits` is at most that and about a sixteenth of it; 1 for limit 1.
 
     gm: functional ATen on fake tensors; a symbol must be a size of an input or an input. It stays as it is. `large`: a
-    fourth of the limit is likely, so what then has too many elements for 32 bits is not indexed with so few.
+    fourth of the limit is likely, so what then has too many elements for 32 bits is not indexed with so few. numbers:
+    what the calls for other ranges of `gm` found, narrowest first.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -68,7 +96,7 @@ def with_sizes(gm: GraphModule, limits: Mapping[str, int], *, large: bool = Fals
     sizes = {symbol: _new(shapes, symbol, limits.get(str(symbol)), large) for symbol in _symbols(given)}
     names = {size.node.expr: symbol for symbol, size in sizes.items() if isinstance(size, SymInt)}
     copy, metas = _propagated(gm, sizes, mode)
-    return Sized(copy, metas, shapes, names, _large_enough(gm, copy, sizes))
+    return Sized(copy, metas, shapes, names, _large_enough(copy, sizes, limits, numbers or Numbers(gm)))
 
 
 def _propagated(gm: GraphModule, sizes: Mapping[Any, int | SymInt], mode: Any) -> tuple[GraphModule, list[Any]]:
@@ -112,29 +140,28 @@ def _propagated(gm: GraphModule, sizes: Mapping[Any, int | SymInt], mode: Any) -
     return copy, metas
 
 
-def _large_enough(gm: GraphModule, sized: GraphModule, sizes: Mapping[Any, int | SymInt]) -> list[str]:
+def _large_enough(
+    sized: GraphModule, sizes: Mapping[Any, int | SymInt], limits: Mapping[str, int], numbers: Numbers
+) -> list[str]:
     """Conditions that keep ones from `sized`: on a size that alone makes a difference, or on all, where only all do.
 
     A one that the program refuses beside other sizes is none to keep away: sizes are related, as blocks and top-k are.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
     free = {symbol: size for symbol, size in sizes.items() if isinstance(size, SymInt)}
-    likely = {symbol: size.node.hint if isinstance(size, SymInt) else size for symbol, size in sizes.items()}
+    likely = {symbol: 1 for symbol in sizes}
+    for symbol, size in free.items():
+        shared = numbers.likely.setdefault(symbol, size.node.hint)
+        likely[symbol] = shared if shared <= limits.get(str(symbol), shared) else size.node.hint
 
     def differs(ones: Sequence[Any]) -> bool:
-        numbers = {**likely, **dict.fromkeys(ones, 1)}
-        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        try:
-            with _unlogged("torch._subclasses.fake_tensor"):
-                copy, _ = _propagated(gm, numbers, mode)
-        except Exception:  # whatever an operator says of sizes that it does not take
+        taken = {**likely, **dict.fromkeys(ones, 1)}
+        found = numbers.values(taken)
+        if found is None:
             return len(free) == 1
-        values = {free[symbol].node.expr: number for symbol, number in numbers.items() if symbol in free}
+        values = {free[symbol].node.expr: number for symbol, number in taken.items() if symbol in free}
         return any(
-            not _same_sizes(node.meta.get("val"), other.meta.get("val"), values)
-            for node, other in zip(sized.graph.nodes, copy.graph.nodes, strict=True)
+            not _same_sizes(node.meta.get("val"), other, values)
+            for node, other in zip(sized.graph.nodes, found, strict=True)
             if node.op != "output"
         )
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tests.strategies.tracing import trace
-from v41 import artifact_store
+from v41 import _compat_sizes, artifact_store
 from v41._compat import known_equal
-from v41._compat_sizes import with_sizes
+from v41._compat_sizes import Numbers, with_sizes
 from v41._compat_trace import functional_aten
 from v41.backend import granted_by
 from v41.lowering import inductor
@@ -123,6 +123,34 @@ def test_ones_are_kept_away_from_code_that_has_other_sizes(fn: Any, kept_away: b
     gm, _, rows = piece(fn)
     assert with_sizes(gm, {rows: 64}).conditions() == ([f"{rows} > 1"] if kept_away else [])
     assert with_sizes(gm, {rows: 1}).conditions() == []
+
+
+def test_a_piece_is_tried_with_ones_once_for_all_its_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, _, rows = piece(lambda x, y: x[:2] * y[-2:])
+    tried: list[Any] = []
+    propagated = _compat_sizes._propagated
+
+    def counting(gm: GraphModule, sizes: Any, mode: Any) -> Any:
+        tried.extend(size for size in sizes.values() if isinstance(size, int))
+        return propagated(gm, sizes, mode)
+
+    monkeypatch.setattr(_compat_sizes, "_propagated", counting)
+    numbers = Numbers(gm)
+    tiers = [({rows: 64}, False), ({rows: 65536}, False), ({rows: 65536}, True), ({rows: 8}, False)]
+    found = [with_sizes(gm, limits, large=large, numbers=numbers).conditions() for limits, large in tiers]
+    assert found == [[f"{rows} > 1"]] * 4 and tried == [1]
+
+
+def test_sizes_beside_a_one_are_those_of_the_tier_where_they_must_be() -> None:
+    """A limit of one in the first tier is no number for the second, nor is a likely size above a later limit."""
+    gm = trace(lambda x, y: x.sum(0) + y[:2], torch.randn(5, 8), torch.randn(6, 8), sizes=("one", "other"))
+    metas = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    one, other = (str(meta.shape[0]) for meta in metas if isinstance(meta, Tensor))
+    numbers = Numbers(gm)
+    tiers = [{one: 1, other: 640}, {one: 640, other: 640}, {one: 4, other: 4}]
+    found = [with_sizes(gm, limits, numbers=numbers).conditions() for limits in tiers]
+    assert found == [[f"{other} > 1"]] * 3
+    assert numbers.known.keys() == {(1, 1), (1, 40), (40, 1), (1, 2), (2, 1)}
 
 
 def test_one_code_for_all_takes_no_rows_as_well() -> None:
