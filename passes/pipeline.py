@@ -98,8 +98,7 @@ def run_pipeline(
             why = f"needs {missing}, which is off" if missing is not None else "switched off in the list of passes"
             run = _run_of(each, [], size, size, 0.0, failure=why)
         else:
-            gm, run = _run(gm, each, known, size, values=check == NUMERIC, strict=strict)
-            size = Counts(run.nodes_after, run.regions_after, run.launches_after)
+            gm, run, size = _run(gm, each, known, size, values=check == NUMERIC, strict=strict)
         if run.failure is not None:
             off[each.run] = run.failure
         elif known is not None and each.breaks:
@@ -115,7 +114,7 @@ def run_pipeline(
 
 def _run(
     gm: GraphModule, each: Pass, known: Facts | None, before: Counts, *, values: bool, strict: bool
-) -> tuple[GraphModule, PassRun]:
+) -> tuple[GraphModule, PassRun, Counts]:
     restore, start = kept(gm), time.perf_counter()
     failure = warning = None
     decisions: list[Decision] | None = None
@@ -136,7 +135,7 @@ def _run(
     after = before if failure else counts(gm, CUT_AT)
     made = _run_of(each, decisions or [], before, after, milliseconds, failure)
     made.warning = warning
-    return gm, made
+    return gm, made, after
 
 
 def _run_of(
@@ -145,6 +144,7 @@ def _run_of(
     run = PassRun(each.name, [] if failure else decisions, before.nodes, after.nodes, milliseconds, failure)
     run.regions_before, run.regions_after = before.regions, after.regions
     run.launches_before, run.launches_after = before.launches, after.launches
+    run.made = dict(after.named - before.named)
     return run
 
 

@@ -44,6 +44,7 @@ def add_inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument("--preset", default="tiny", metavar="NAME", help="tiny, bench or flash (tiny)")
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers alone")
     command.add_argument("--against", type=Path, metavar="FILE", help="what differs from a saved --json; exit 1 if any")
+    add_strict(command)
     command.add_argument("--changes", action="store_true", help="with --json: what each pass changed, for v41 diff")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
 
@@ -54,7 +55,12 @@ def add_passes(command: argparse.ArgumentParser) -> None:
     source.add_argument("--run", type=Path, metavar="FILE", help="read what inspect --json wrote, or generate --json")
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of the preset alone")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
-    command.add_argument("--strict", action="store_true", help="exit with 1 where a site was refused or a pass failed")
+    add_strict(command)
+
+
+def add_strict(command: argparse.ArgumentParser) -> None:
+    told = "exit with 1 where a site was refused, a pass failed or (inspect, passes) the config asks for other regions"
+    command.add_argument("--strict", action="store_true", help=told)
 
 
 def add_why_not(command: argparse.ArgumentParser) -> None:

@@ -24,8 +24,7 @@ from rich.text import Text
 from v41.errors import NoChangesKept
 from v41.passes.changes import operator_of
 from v41.report import Change, PassRun
-from v41.tools.pass_runs import console_of, pass_named, runs_of
-from v41.tools.passes_command import troubled
+from v41.tools.pass_runs import console_of, pass_named, told_of, troubled
 
 SIGNS = {"added": "+", "removed": "-", "rewired": "~", "moved": ">"}
 STYLES = {"added": "green", "removed": "red", "rewired": "yellow", "moved": "cyan"}
@@ -33,7 +32,7 @@ STYLES = {"added": "green", "removed": "red", "rewired": "yellow", "moved": "cya
 
 def diff_command(arguments: Namespace) -> int:
     console = console_of(arguments)
-    run = pass_named(runs_of(arguments, console, changes=True), arguments.name)
+    run = pass_named(told_of(arguments, console, changes=True).runs, arguments.name)
     assert run is not None
     if run.changes is None:
         raise NoChangesKept(str(arguments.run))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from v41.model_def.config import V41Config
-from v41.report import CompileReport
+from v41.report import PassRun
 from v41.tools.bytes import decode
 from v41.tools.compare import KL_LIMIT, Agreement, Row, join
-from v41.tools.report_view import as_json, region_name, show
+from v41.tools.expected import regions_expected, regions_found, regions_table, regions_values
+from v41.tools.report_view import as_json, show
 from v41.tools.tables import add, table
 
 if TYPE_CHECKING:
@@ -32,7 +30,7 @@ def show_all(console: Console, outcome: Outcome) -> None:
     heading(console, "what the compiler did")
     show(console, outcome.reports)
     console.print()
-    console.print(regions_table(outcome))
+    console.print(regions_table(regions_found(passes_of(outcome)), regions_expected(outcome.config)))
 
 
 def heading(console: Console, text: str) -> None:
@@ -103,31 +101,9 @@ def failures(outcome: Outcome) -> list[tuple[int, Row, int, int]]:
     ]
 
 
-def regions_found(reports: list[CompileReport]) -> Counter[str]:
-    """How many regions of each kind and form the passes made, in all graphs."""
-    made = (decision.region for report in reports for run in report.passes for decision in run.decisions)
-    return Counter(region_name(region) for region in made if region)
-
-
-def regions_expected(config: V41Config) -> dict[str, int]:
-    """What a forward of `config` consists of, whatever the compiler found."""
-    sites = config.boundary_sites()
-    return {
-        "sinkhorn": sites.coefficient_sites,
-        "mhc_boundary entry": sites.entry,
-        "mhc_boundary seam": sites.seams,
-        "mhc_boundary after_engram": sites.after_engram,
-        "mhc_post": sites.after_engram,
-        "mhc_exit": sites.exit,
-    }
-
-
-def regions_table(outcome: Outcome) -> Table:
-    found, expected = regions_found(outcome.reports), regions_expected(outcome.config)
-    made = table("region", "found", "by the config")
-    for kind in [*expected, *(kind for kind in found if kind not in expected)]:
-        add(made, kind, found[kind], expected.get(kind))
-    return made
+def passes_of(outcome: Outcome) -> list[PassRun]:
+    """What the passes did, in all graphs."""
+    return [run for report in outcome.reports for run in report.passes]
 
 
 def values(outcome: Outcome) -> dict[str, Any]:
@@ -145,7 +121,7 @@ def values(outcome: Outcome) -> dict[str, Any]:
         "steps": [{"rows": step.rows, "seconds": step.seconds} for step in outcome.made.steps],
         "holds": outcome.holds,
         "agreement": {seed: agreement_values(agreement) for seed, (agreement, _) in outcome.agreements.items()},
-        "regions": {"found": regions_found(outcome.reports), "by_config": regions_expected(outcome.config)},
+        "regions": regions_values(passes_of(outcome), outcome.config),
         "graphs": as_json(outcome.reports),
     }
 

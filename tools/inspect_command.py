@@ -22,11 +22,12 @@ from rich.text import Text
 
 from v41.errors import NoInspection
 from v41.regions import Region
+from v41.tools.expected import regions_expected, regions_found, regions_table, regions_values
 from v41.tools.inspect import Inspection, LayerView, layers, role
 from v41.tools.inspect_changes import LayerValues, changes
-from v41.tools.pass_runs import captured, console_of
+from v41.tools.pass_runs import captured, console_of, told_by
 from v41.tools.plan_view import artifacts_table
-from v41.tools.report_view import as_json, region_name, show
+from v41.tools.report_view import as_json, show
 from v41.tools.tables import add, table
 
 
@@ -40,17 +41,18 @@ def inspect_command(arguments: Namespace) -> int:
         print(json.dumps(told, indent=1))
     elif saved is None:
         show_inspection(console, inspection)
-    return 0 if saved is None else show_changes(console, saved, told["layers"])
+    differs = saved is not None and show_changes(console, saved, told["layers"])
+    return int(differs or (arguments.strict and told_by(inspection).troubled))
 
 
-def show_changes(console: Console, before: list[LayerValues], now: list[LayerValues]) -> int:
-    """Prints what differs, and returns the exit code: 1 where something does."""
+def show_changes(console: Console, before: list[LayerValues], now: list[LayerValues]) -> bool:
+    """Prints what differs, and whether something does."""
     found = changes(before, now)
     for layer, text in found:
         console.print(Text(f"layer {'-' if layer is None else layer:<3} {text}"), soft_wrap=True)
     if not found:
         console.print("nothing differs")
-    return 1 if found else 0
+    return bool(found)
 
 
 def saved_layers(path: Path) -> list[LayerValues]:
@@ -66,7 +68,7 @@ def show_inspection(console: Console, inspection: Inspection) -> None:
     views, numbers = layers(inspection), numbered(inspection)
     by_layer = table("layer", "role", "regions", "pieces", left=3)
     for view in views:
-        found = ", ".join(f"{region_name(region)} #{numbers[text_of(region)]}" for region in view.regions)
+        found = ", ".join(f"{region.name} #{numbers[text_of(region)]}" for region in view.regions)
         what = role(inspection.config, view.layer) if view.layer is not None else "before the first and after the last"
         add(by_layer, view.layer, what, found or None, len(view.pieces))
     console.print(by_layer)
@@ -82,6 +84,8 @@ def show_inspection(console: Console, inspection: Inspection) -> None:
     console.print(artifacts_table(inspection.plan))
     console.print()
     show(console, [inspection.report])
+    console.print()
+    console.print(regions_table(regions_found(inspection.report.passes), regions_expected(inspection.config)))
     console.print()
     phases = table(*inspection.seconds, "cpu total", "peak MiB", left=0)
     times = [f"{value:.1f}" for value in (*inspection.seconds.values(), inspection.cpu_seconds)]
@@ -99,7 +103,7 @@ def brief(region: Region) -> str:
     """Kind and attributes without how the call is laid out: that follows from the outputs."""
     left_out = ("operands", "critical", "coefficients", "form")
     facts = (f"{name}={spelled(value)}" for name, value in region.attrs.items() if name not in left_out)
-    return "  ".join((region_name(region), " ".join(facts)))
+    return "  ".join((region.name, " ".join(facts)))
 
 
 def spelled(value: object) -> str:
@@ -142,6 +146,7 @@ def values(inspection: Inspection) -> dict[str, Any]:
             }
             for view in layers(inspection)
         ],
+        "regions": regions_values(inspection.report.passes, inspection.config),
         "graph": as_json([inspection.report])[0],
         "plan": json.loads(inspection.plan.to_json()),
         "seconds": inspection.seconds,

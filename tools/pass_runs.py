@@ -1,6 +1,6 @@
 """pass_runs: what every pass did, to a preset that is captured now or in a file written before.
 
-    runs_of(arguments)      --preset NAME [--layers N], or --run FILE from `v41 inspect --json` or `v41 generate --json`
+    told_of(arguments)      --preset NAME [--layers N], or --run FILE from `v41 inspect --json` or `v41 generate --json`
     pass_named(runs, NAME)  the run of one pass; UnknownPass lists those that there are
 
 A file is judged as it is read: NoInspection says what is missing or wrong in it.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,32 @@ from v41.model_def.model import V41ForCausalLM
 from v41.passes.pipeline import PIPELINE
 from v41.regions import Region
 from v41.report import Change, Decision, PassRun, collect
+from v41.tools.expected import differences, regions_expected, regions_found
 from v41.tools.inspect import Inspection, capture, first_layers
 
 WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the passes did to one graph, and the regions that its config asks for, where that is known."""
+
+    runs: list[PassRun]
+    by_config: dict[str, int] | None
+
+    @property
+    def differences(self) -> list[str]:
+        """The regions that there are too few of, or too many."""
+        return [] if self.by_config is None else differences(regions_found(self.runs), self.by_config)
+
+    @property
+    def troubled(self) -> bool:
+        return any(map(troubled, self.runs)) or bool(self.differences)
+
+
+def troubled(run: PassRun) -> bool:
+    """Whether a pass refused a site or failed."""
+    return run.refused > 0 or run.failure is not None
 
 
 def console_of(arguments: Namespace) -> Console:
@@ -35,15 +58,19 @@ def console_of(arguments: Namespace) -> Console:
     return console
 
 
-def runs_of(arguments: Namespace, console: Console, *, changes: bool = False) -> list[PassRun]:
+def told_of(arguments: Namespace, console: Console, *, changes: bool = False) -> Told:
     """The passes of the preset or file that `arguments` name; with what they changed, where `changes`."""
     if arguments.run is not None:
-        runs = saved_runs(arguments.run)
-        pass_named(runs, getattr(arguments, "name", None))
-        return runs
+        saved = saved_runs(arguments.run)
+        pass_named(saved.runs, getattr(arguments, "name", None))
+        return saved
     pass_named([PassRun(each.name, [], 0, 0, 0.0) for each in PIPELINE], getattr(arguments, "name", None))
     with console.status("capture"):
-        return captured(arguments, changes=changes).report.passes
+        return told_by(captured(arguments, changes=changes))
+
+
+def told_by(inspection: Inspection) -> Told:
+    return Told(inspection.report.passes, regions_expected(inspection.config))
 
 
 def captured(arguments: Namespace, *, changes: bool = False) -> Inspection:
@@ -62,14 +89,15 @@ def pass_named(runs: Sequence[PassRun], name: str | None) -> PassRun | None:
     return found
 
 
-def saved_runs(path: Path) -> list[PassRun]:
-    """The passes in a file that `v41 inspect --json` or `v41 generate --json` wrote."""
+def saved_runs(path: Path) -> Told:
+    """What is in a file that `v41 inspect --json` or `v41 generate --json` wrote."""
     try:
         saved = json.loads(path.read_text())
         graphs = [saved["graph"]] if "graph" in saved else saved["graphs"]
         if len(graphs) != 1:
             raise ValueError(f"{len(graphs)} graphs, where one is needed")
-        return [run_from(values) for values in graphs[0]["passes"]]
+        runs = [run_from(values) for values in graphs[0]["passes"]]
+        return Told(runs, {str(name): int(count) for name, count in saved["regions"]["by_config"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise NoInspection(str(path), reason=f"{type(error).__name__}: {error}") from error
 
@@ -77,6 +105,7 @@ def saved_runs(path: Path) -> list[PassRun]:
 def run_from(values: dict[str, Any]) -> PassRun:
     """What report_view.pass_values said. KeyError, TypeError or ValueError where it cannot have."""
     told = {field.name: values[field.name] for field in fields(PassRun) if field.repr}
+    told["made"] = {_text(name): int(count) for name, count in told["made"].items()}
     told["decisions"] = [decision_from(each) for each in told["decisions"]]
     if "changes" in values:
         told["changes"] = [_made(Change, each) for each in values["changes"]]

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from v41.regions import Region
 from v41.report import CompileReport, Decision, PassRun
 from v41.tools.captures_view import capture_remarks, capture_values, captures_table
 from v41.tools.plan_view import borders, borders_table, rounding_table, rounding_values
@@ -130,12 +129,6 @@ def options_table(report: CompileReport) -> Table:
     return made
 
 
-def region_name(region: Region) -> str:
-    """Kind and form, or the kind alone where it says the form already."""
-    form = region.attrs.get("form")
-    return region.kind if form is None or region.kind.endswith(f"_{form}") else f"{region.kind} {form}"
-
-
 def as_json(reports: Sequence[CompileReport]) -> list[dict[str, Any]]:
     """The same, as values json can write."""
     return [
@@ -168,6 +161,7 @@ def pass_values(run: PassRun) -> dict[str, Any]:
         "refused": run.refused,
         "nodes_before": run.nodes_before,
         "nodes_after": run.nodes_after,
+        "made": dict(run.made),
         "regions_before": run.regions_before,
         "regions_after": run.regions_after,
         "launches_before": run.launches_before,

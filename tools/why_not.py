@@ -20,8 +20,7 @@ from rich.text import Text
 from v41.errors import UnknownSite
 from v41.report import Decision, PassRun
 from v41.tools.hints import hint
-from v41.tools.pass_runs import console_of, pass_named, runs_of
-from v41.tools.passes_command import troubled
+from v41.tools.pass_runs import console_of, pass_named, told_of, troubled
 from v41.tools.report_view import decision_values
 
 LISTED = 20  # sites that an error names
@@ -29,7 +28,7 @@ LISTED = 20  # sites that an error names
 
 def why_not_command(arguments: Namespace) -> int:
     console = console_of(arguments)
-    run = pass_named(runs_of(arguments, console), arguments.name)
+    run = pass_named(told_of(arguments, console).runs, arguments.name)
     assert run is not None
     sites = judged(run, arguments.site)
     if arguments.json:

@@ -28,6 +28,12 @@ class Region:
     kind: str
     attrs: dict[str, Any]
 
+    @property
+    def name(self) -> str:
+        """Kind and form, or the kind alone where it says the form already."""
+        form = self.attrs.get("form")
+        return self.kind if form is None or self.kind.endswith(f"_{form}") else f"{self.kind} {form}"
+
 
 class NotOutlinable(AssertionError):
     """Our bug: a pass asked for a set of nodes that is not convex, or that effects would have to cross."""

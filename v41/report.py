@@ -51,6 +51,7 @@ class PassRun:
     milliseconds: float
     failure: str | None = None
     warning: str | None = None  # e.g. a pass that expects sites in every V4.1 graph saw none
+    made: dict[str, int] = field(default_factory=dict)  # regions of each name that a step runs, and did not before
     regions_before: int = 0  # that a step runs, those in other regions included
     regions_after: int = 0
     launches_before: int = 0  # kernels of a step: a node that computes is one, a region with a kernel of its own is one

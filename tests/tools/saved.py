@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from tests.strategies.tracing import trace
 from v41.passes.pipeline import PIPELINE, Pass, run_pipeline
 from v41.report import CompileReport, Decision, PassRun
+from v41.tools.expected import regions_found
 from v41.tools.report_view import as_json
 
 
@@ -35,7 +36,9 @@ def runs() -> list[PassRun]:
     return made
 
 
-def save(path: Path, passes: list[PassRun], *, key: str = "graph") -> Path:
+def save(path: Path, passes: list[PassRun], *, key: str = "graph", by_config: dict[str, int] | None = None) -> Path:
+    """`by_config`: the regions that a config would ask for; without it those that there are."""
     (graph,) = as_json([CompileReport(passes=passes)])
-    path.write_text(json.dumps({key: graph if key == "graph" else [graph]}))
+    regions = {"by_config": regions_found(passes) if by_config is None else by_config}
+    path.write_text(json.dumps({key: graph if key == "graph" else [graph], "regions": regions}))
     return path

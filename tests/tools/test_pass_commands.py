@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,7 @@ def run(made: list[PassRun], tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_saved_run_is_what_was_saved(made: list[PassRun], tmp_path: Path) -> None:
     for key in ("graph", "graphs"):
-        again = saved_runs(save(tmp_path / "saved.json", made, key=key))
+        again = saved_runs(save(tmp_path / "saved.json", made, key=key)).runs
         assert [each.changes for each in again] == [each.changes for each in made]
         assert save(tmp_path / "again.json", again).read_text() == save(tmp_path / "saved.json", made).read_text()
 
@@ -80,6 +81,20 @@ def test_passes_as_json_has_the_same_facts_and_nothing_else_on_stdout(made: list
 def test_strictly_a_refusal_or_a_failure_is_the_verdict(arguments: list[str], code: int, run: Run) -> None:
     assert run(*arguments)[0] == 0
     assert run(*arguments, "--strict")[0] == code
+
+
+@pytest.mark.parametrize("wanted", [{"sinkhorn": 3}, {"sinkhorn": 2, "moe_gate": 1}, {}])
+def test_strictly_the_regions_are_those_of_the_config(
+    wanted: dict[str, int], made: list[PassRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Too few, of a kind that is not there at all, and one that the config knows nothing of."""
+    good = [replace(run, decisions=[each for each in run.decisions if each.applied]) for run in made[:-1]]
+    assert main(["passes", "--strict", "--run", str(save(tmp_path / "good.json", good))]) == 0
+    assert "by the config" not in capsys.readouterr().out
+    path = save(tmp_path / "bad.json", good, by_config=wanted)
+    assert [main(["passes", *strictly, "--run", str(path)]) for strictly in ([], ["--strict"])] == [0, 1]
+    name = "moe_gate: 0 found, 1" if "moe_gate" in wanted else f"sinkhorn: 2 found, {wanted.get('sinkhorn', 0)}"
+    assert f"expected {name} by the config" in capsys.readouterr().out.splitlines()
 
 
 def test_why_not_names_rule_node_line_and_hint(made: list[PassRun], run: Run) -> None:
@@ -144,7 +159,7 @@ def test_a_preset_is_captured_and_its_changes_are_asked_for_where_they_are_shown
 
     def captured(arguments: Any, *, changes: bool = False) -> Any:
         asked.append(changes)
-        return SimpleNamespace(report=SimpleNamespace(passes=made))
+        return SimpleNamespace(report=SimpleNamespace(passes=made), config=V41Config.preset("tiny"))
 
     monkeypatch.setattr(pass_runs, "captured", captured)
     for command in (["passes"], ["why-not", "fold_sinkhorn"], ["diff", "fold_sinkhorn"]):
@@ -225,7 +240,7 @@ def test_hints_are_of_rules_that_there_are_and_every_rule_of_these_passes_has_on
 
 @pytest.mark.slow
 def test_the_tiny_preset_from_capture_to_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--preset", "tiny", "--layers", "2", "--json", "--changes"]) == 0
+    assert main(["inspect", "--preset", "tiny", "--layers", "2", "--json", "--changes", "--strict"]) == 0
     saved = tmp_path / "tiny.json"
     saved.write_text(capsys.readouterr().out)
     assert main(["passes", "--run", str(saved), "--strict", "--json"]) == 0

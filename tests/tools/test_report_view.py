@@ -10,7 +10,7 @@ from rich.console import Console
 
 from v41.regions import Region
 from v41.report import CompileReport, Decision, PassRun
-from v41.tools.report_view import as_json, region_name, show
+from v41.tools.report_view import as_json, show
 
 LINE = "model_def/mhc.py:31  m = m / (m.sum(-1) + eps) [sic]"
 
@@ -75,12 +75,6 @@ def test_several_graphs_are_numbered_and_a_clean_one_is_quiet() -> None:
     lines = shown(CompileReport(), CompileReport(recompiles=1))
     assert [line for line in lines if line.startswith("graph")] == ["graph 1 of 2", "graph 2 of 2"]
     assert not [line for line in lines if line.startswith(("refused", "warning", "failed", "fallback ", "break "))]
-
-
-def test_a_kind_that_says_its_form_says_it_once() -> None:
-    forms = {"mhc_exit": "exit", "mhc_boundary": "seam"}
-    named = [region_name(Region(kind, {"form": form})) for kind, form in forms.items()]
-    assert [*named, region_name(Region("sinkhorn", {}))] == ["mhc_exit", "mhc_boundary seam", "sinkhorn"]
 
 
 def test_no_report_is_no_silence() -> None:

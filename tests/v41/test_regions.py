@@ -66,6 +66,12 @@ def test_a_region_keeps_its_nodes_as_body_and_says_what_it_is() -> None:
     assert is_region(call, "head") and not is_region(call, "tail") and list(regions(gm)) == [call]
 
 
+def test_a_kind_that_says_its_form_says_it_once() -> None:
+    forms = {"mhc_exit": "exit", "mhc_boundary": "seam"}
+    names = [Region(kind, {"form": form}).name for kind, form in forms.items()]
+    assert [*names, Region("sinkhorn", {}).name] == ["mhc_exit", "mhc_boundary seam", "sinkhorn"]
+
+
 CONVEX = st.integers(0, 4).flatmap(lambda first: st.tuples(st.just(first), st.integers(first + 1, 5)))
 
 
