@@ -1,43 +1,148 @@
-"""check_pass: runs a pass on a program and holds it to everything a pass promises, whatever the pass is for.
+"""The promises of a pass, of a list of passes and of a plan, as asserts that any program can be held to.
 
-Structure: what the compiler's own `verify` asks (order, meta, signature, effects, sharing), and lint. Meaning: the
-same bits, aliasing and writes on random inputs of 0, 1, 2 and 5 rows, and in fp64. Manners: running it again changes
-nothing; running it on a copy, or with other node names, gives the same program and the same decisions.
+     1  the same bits, writes and shared memory on random inputs, and in fp64   check_same_values
+     2  a strategy fires often enough, and not always                           check_fired_share
+     3  order, inputs, outputs, strides                                         check_kept
+     4  meta is what a fresh propagation finds, and what a real run has         check_kept, check_meta_is_real
+     5  effects, and their order                                                check_kept
+     6  a second run, another copy, other names, another process                check_manners, check_in_another_process
+        an order that nothing asks for                                          check_commute
+     7  what is outlined is moved: no node is lost, none is new                 check_moves_only
+     8  no write moves over a read of the same memory                           check_same_values, check_kept
+     9  streams, lives of buffers                                               check_plan_holds
+    10  pieces are the program, borders what lives                              check_plan_holds
+    11  what an artifact is kept under                                          test_artifact_key.py, test_alone.py
+    12  changes that mean nothing change nothing                                check_disturbed
+    13  one program for any number of rows                                      check_one_compile
+    14  bugs that were planted are found                                        tests/passes/test_mutants.py
+
+`check_pass` holds one pass to those that are about one pass: 1, 3 to 6, 8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
-from torch.fx import Graph, GraphModule
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 
-from v41.passes.same_values import difference
+from tests.conftest import ROOT
+from tests.strategies.noise import disturb
+from v41._compat import outside_fake_mode, size_with
+from v41.passes.check_plan import check_plan
+from v41.passes.partition import partition
+from v41.passes.pipeline import ALONG, CUT_AT, copy_of
+from v41.passes.same_values import Runner, difference, random_inputs, same_bits
 from v41.passes.structure import structure_key
-from v41.passes.verify import facts, verify
+from v41.passes.verify import Facts, facts, verify
+from v41.plan import Plan
+from v41.regions import flatten
 from v41.report import Decision
+from v41.runtime.executor import eager_artifact, executor
 
 PassFunction = Callable[[GraphModule], list[Decision]]
 ROWS = (0, 1, 2, 5)
 
 
-def check_pass(pass_fn: PassFunction, gm: GraphModule, rows: Sequence[int] = ROWS) -> list[Decision]:
-    """Applies `pass_fn` to `gm` and returns its decisions. AssertionError names the promise that it broke."""
-    before, twin, renamed = copy_program(gm), copy_program(gm), copy_program(gm, prefix="renamed_")
-    entered = facts(gm)
+def check_pass(
+    pass_fn: PassFunction, gm: GraphModule, rows: Sequence[int] = ROWS, *, but: Collection[str] = ()
+) -> list[Decision]:
+    """Applies `pass_fn` to `gm` and returns its decisions. AssertionError names the promise that it broke.
+
+    but: the rules of verify.py that are its business to break.
+    """
+    before, entered = copy_program(gm), facts(gm)
     decisions = apply(pass_fn, gm)
-    verify(gm, entered, name="the pass")
+    check_kept(entered, gm, but=but)
     for count in rows:
         check_same_values(before, gm, count)
     check_same_values(before, gm, 2, exact=True)
-    once = structure_key(gm)
-    for copy, complaint in ((twin, "not deterministic"), (renamed, "node names matter")):
+    check_manners(pass_fn, before, gm, decisions)
+    return decisions
+
+
+# ---- what a pass leaves as it was
+
+
+def check_kept(entered: Facts, gm: GraphModule, *, but: Collection[str] = ()) -> None:
+    """Every rule of verify.py holds of `gm`, `entered` being the program before."""
+    verify(gm, entered, name="the pass", but=but)
+
+
+def check_manners(
+    pass_fn: PassFunction, before: GraphModule, after: GraphModule, decisions: Sequence[Decision]
+) -> None:
+    """It does the same to a copy, whatever its nodes are called, and nothing to what it has done."""
+    once = structure_key(after)
+    for prefix, complaint in (("", "not deterministic"), ("renamed_", "node names matter")):
+        copy = copy_program(before, prefix)
         again = apply(pass_fn, copy)
         assert list(map(nameless, again)) == list(map(nameless, decisions)), f"decisions: {complaint}"
         assert structure_key(copy) == once, f"program: {complaint}"
-    apply(pass_fn, gm)
-    assert structure_key(gm) == once, "a second run changes the program"
-    return decisions
+    apply(pass_fn, after)
+    assert structure_key(after) == once, "a second run changes the program"
+
+
+def check_moves_only(before: GraphModule, after: GraphModule) -> None:
+    """With all regions inlined, `after` has the operators of `before`, each as often."""
+    had, has = (Counter(operators(flatten(gm))) for gm in (before, after))
+    assert had == has, f"lost {had - has}, new {has - had}"
+
+
+def operators(gm: GraphModule) -> Iterator[str]:
+    called = (node for node in gm.graph.nodes if node.op == "call_function")
+    return (str(node.target) for node in called if node.target is not operator.getitem)
+
+
+def check_commute(passes: Sequence[PassFunction], gm: GraphModule) -> None:
+    """The passes give one program, in this order and in the opposite one."""
+    keys = set()
+    for order in (passes, passes[::-1]):
+        copy = copy_program(gm)
+        for each in order:
+            apply(each, copy)
+        keys.add(structure_key(copy))
+    assert len(keys) == 1, "the order of passes that may change places matters"
+
+
+def check_disturbed(pass_fn: PassFunction, gm: GraphModule, seed: int, rows: int) -> None:
+    """Views, copies, swapped operands and other names, strewn into `gm`, change no decision and no value."""
+    disturbed, plain = disturb(copy_program(gm), seed), copy_program(gm)
+    check_same_values(gm, disturbed, rows)
+    told = [[(d.applied, d.rule, d.region) for d in apply(pass_fn, each)] for each in (plain, disturbed)]
+    assert told[0] == told[1], f"noise {seed} changes a decision"
+    check_same_values(gm, disturbed, rows)
+
+
+def check_in_another_process(module: str, function: str, found: str) -> None:
+    """`function` of `module`, which returns a text, returns `found` in a process with another seed of hashes too."""
+    code = f"from {module} import {function}; print({function}())"
+    env = os.environ | {"PYTHONHASHSEED": "123"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.stdout.strip() == found, run.stderr
+
+
+def check_fired_share(fired: Sequence[bool], least: float = 0.3, most: float = 0.9) -> None:
+    """Of all sites that were drawn so many became regions: neither the test nor its near misses are empty."""
+    share = sum(fired) / len(fired)
+    assert least <= share <= most, f"{share:.0%} of {len(fired)} fired"
+
+
+def check_one_compile(
+    compiled: Callable[..., Any], inputs: Callable[[int], Sequence[Any]], grid: Sequence[int]
+) -> None:
+    """`compiled`, called once already, takes every number of rows of `grid` without compiling again."""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in grid:
+            compiled(*inputs(rows))
 
 
 def apply(pass_fn: PassFunction, gm: GraphModule) -> list[Decision]:
@@ -87,3 +192,72 @@ def copy_program(gm: GraphModule, prefix: str = "", done: dict[GraphModule, Grap
 def check_same_values(before: GraphModule, after: GraphModule, rows: int, *, exact: bool = False) -> None:
     """Both programs give the same bits, write the same inputs alike and share memory alike; `exact`: run in fp64."""
     assert difference(before, after, rows, exact=exact) is None, difference(before, after, rows, exact=exact)
+
+
+class Real(Runner):
+    """Runs a program and holds the value of each node to what its meta says."""
+
+    def __init__(self, gm: GraphModule, rows: int) -> None:
+        super().__init__(gm, exact=False)
+        self.rows = rows
+
+    def run_node(self, n: Node) -> Any:
+        value, claimed = super().run_node(n), n.meta.get("val")
+        if isinstance(value, Tensor) and isinstance(claimed, Tensor):
+            assert layout(value, self.rows) == layout(claimed, self.rows), n.format_node()
+        return value
+
+
+def layout(value: Tensor, rows: int) -> object:
+    """Type, sizes, and strides of the axes that are longer than 1, with `rows` for every symbol."""
+    sizes, strides = ([size_with(n, rows) for n in numbers] for numbers in (value.shape, value.stride()))
+    steps = [stride for size, stride in zip(sizes, strides, strict=True) if size > 1 and 0 not in sizes]
+    return value.dtype, sizes, steps
+
+
+def check_meta_is_real(gm: GraphModule, rows: int) -> None:
+    """In a real run every tensor outside of regions has the type, sizes and strides that its meta claims."""
+    inputs = random_inputs(flatten(gm), rows)
+    with torch.no_grad(), outside_fake_mode():
+        Real(gm, rows).run(*inputs)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def check_plan_holds(gm: GraphModule, rows: Sequence[int] = (0, 1, 3), cut_at: Collection[str] = CUT_AT) -> Plan:
+    """The plan of `gm` keeps order, lives and streams, hands on what lives, and gives the bits of the program."""
+    plan = partition(copy_of(gm), cut_at=cut_at, along=ALONG)
+    check_plan(plan)
+    check_borders(plan)
+    check_plan_runs(gm, plan, rows)
+    return plan
+
+
+def check_plan_runs(gm: GraphModule, plan: Plan, rows: Sequence[int] = (0, 1, 3)) -> None:
+    """The plan gives the program's bits, and leaves the same in its inputs."""
+    gm.recompile()
+    run = executor(plan, {piece.key: eager_artifact(piece.body) for piece in plan.pieces})
+    for count in rows:
+        inputs, twins = (random_inputs(flatten(gm), count) for _ in range(2))
+        expected, boxed = gm(*twins), list(inputs)
+        results = run(boxed)
+        assert boxed == []
+        pairs = zip([*inputs, *results], [*twins, *expected], strict=True)
+        assert all(same_bits(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+def check_borders(plan: Plan) -> None:
+    """Every piece reads what was made before it and nobody freed; borders hold no more than that."""
+    alive = set(plan.inputs) - unread(plan)
+    for index, piece in enumerate(plan.pieces):
+        assert set(piece.reads) <= alive
+        assert set(plan.border(index)) == alive
+        assert set(piece.frees) <= alive and set(piece.returns).isdisjoint(alive)
+        alive = (alive - set(piece.frees)) | set(piece.returns)
+    assert alive == {name for name in plan.outputs if isinstance(name, str)}
+
+
+def unread(plan: Plan) -> set[str]:
+    read = {name for piece in plan.pieces for name in piece.reads} | {name for name in plan.outputs if name is not None}
+    return set(plan.inputs) - read

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from torch import SymInt, Tensor
 from torch.fx import GraphModule
 
+from tests.invariants import check_borders, check_plan_runs
 from tests.strategies.tracing import trace
 from v41.passes.partition import partition
 from v41.passes.pipeline import copy_of
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
-from v41.passes.same_values import random_inputs, same_bits
 from v41.plan import Plan
 from v41.regions import outline
-from v41.runtime.executor import eager_artifact, executor
 
 aten = torch.ops.aten
 ROWS, WEIGHTS = torch.randn(3, 4), tuple(torch.randn(4, 4) for _ in range(6))
@@ -43,42 +42,12 @@ def with_seams(function: Callable[..., Any], *rows: Tensor, static: tuple[Tensor
     return gm
 
 
-def runs_the_same(gm: GraphModule, plan: Plan) -> None:
-    """The plan gives the program's bits, and leaves the same in its inputs."""
-    gm.recompile()
-    run = executor(plan, {piece.key: eager_artifact(piece.body) for piece in plan.pieces})
-    for rows in (0, 1, 3):
-        inputs, twins = (random_inputs(gm, rows) for _ in range(2))
-        expected, boxed = gm(*twins), list(inputs)
-        results = run(boxed)
-        assert boxed == []
-        pairs = [pair for pair in zip([*inputs, *results], [*twins, *expected], strict=True)]
-        assert all(same_bits(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
-
-
-def names_used(plan: Plan) -> None:
-    """Every piece reads what was made before it and nobody freed; borders hold no more than that."""
-    alive = set(plan.inputs) - unread(plan)
-    for index, piece in enumerate(plan.pieces):
-        assert set(piece.reads) <= alive
-        assert set(plan.border(index)) == alive
-        assert set(piece.frees) <= alive and set(piece.returns).isdisjoint(alive)
-        alive = (alive - set(piece.frees)) | set(piece.returns)
-    assert alive == {name for name in plan.outputs if isinstance(name, str)}
-
-
-def unread(plan: Plan) -> set[str]:
-    return (
-        set(plan.inputs) - {name for p in plan.pieces for name in p.reads} - {n for n in plan.outputs if n is not None}
-    )
-
-
 def test_a_program_without_regions_is_one_piece() -> None:
     gm = trace(layers, ROWS, static=WEIGHTS)
     plan = partition(gm, cut_at=["seam"])
     assert [piece.border for piece in plan.pieces] == ["start of the graph"]
-    names_used(plan)
-    runs_the_same(gm, plan)
+    check_borders(plan)
+    check_plan_runs(gm, plan)
 
 
 def test_seams_and_what_lies_between_are_pieces_and_share_artifacts() -> None:
@@ -92,8 +61,8 @@ def test_seams_and_what_lies_between_are_pieces_and_share_artifacts() -> None:
         5,
     ]  # the first also asserts that sizes are none below 0
     assert {len(piece.returns) for piece in plan.pieces} == {1}
-    names_used(plan)
-    runs_the_same(gm, plan)
+    check_borders(plan)
+    check_plan_runs(gm, plan)
 
 
 def test_another_kind_does_not_cut() -> None:
@@ -131,8 +100,8 @@ def test_writes_stay_in_order_and_in_one_piece_with_their_views() -> None:
     assert [piece.writes for piece in plan.pieces] == [(cache,), ()] * 3
     crossing = {name for piece in plan.pieces[:-1] for name in piece.returns}
     assert all(plan.values[name].startswith("f32[u") for name in crossing)
-    names_used(plan)
-    runs_the_same(gm, plan)
+    check_borders(plan)
+    check_plan_runs(gm, plan)
 
 
 def test_sizes_cross_as_ints() -> None:
@@ -146,8 +115,8 @@ def test_sizes_cross_as_ints() -> None:
         for node in piece.body.graph.nodes:
             if node.op == "placeholder":
                 assert isinstance(node.meta["val"], (Tensor, SymInt))
-    names_used(plan)
-    runs_the_same(gm, plan)
+    check_borders(plan)
+    check_plan_runs(gm, plan)
 
 
 def test_a_program_that_computes_nothing_has_no_piece() -> None:
@@ -183,8 +152,8 @@ def test_any_program(steps: list[str]) -> None:
     gm = with_seams(program, ROWS, static=(torch.zeros(5, 4), WEIGHTS[0]))
     reinplace_cache_writes(gm)
     plan = partition(copy_of(gm), cut_at=["seam"])
-    names_used(plan)
-    runs_the_same(gm, plan)
+    check_borders(plan)
+    check_plan_runs(gm, plan)
     in_pieces = [str(n.target) for p in plan.pieces for n in p.body.graph.nodes if n.target in WRITES_AND_PRODUCTS]
     assert in_pieces == [str(n.target) for n in gm.graph.nodes if n.target in WRITES_AND_PRODUCTS]
 

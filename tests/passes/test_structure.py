@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tests.conftest import ROOT
-from tests.invariants import copy_program
+from tests.invariants import check_in_another_process, copy_program
 from tests.strategies.tracing import trace
 from v41.passes.structure import structure_key
 from v41.regions import outline
@@ -94,17 +90,9 @@ def test_regions_count_with_kind_and_attributes() -> None:
     assert len(keys) == 3
 
 
-PROGRAM = """
-from tests.passes.test_structure import key_of_an_example
-print(key_of_an_example())
-"""
-
-
 def key_of_an_example() -> str:
     return structure_key(trace(lambda x, w: two_steps(x) @ w, ROWS, static=(torch.ones(8, 3),)))
 
 
 def test_another_process_finds_the_same_key() -> None:
-    env = os.environ | {"PYTHONHASHSEED": "123"}
-    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.stdout.strip() == key_of_an_example(), run.stderr
+    check_in_another_process(__name__, "key_of_an_example", key_of_an_example())
