@@ -53,7 +53,7 @@ class Chain:
             self.runs = []  # a pass that stopped in its middle leaves no graph that is to be trusted
             raise
         owner.log.segment_replays += sum(run.graph is not None for run in self.runs)
-        return copies(results)
+        return copies(results, owner.plan.rebuilt)
 
     def _warm_up(self, static: list[Any]) -> tuple[Any, ...]:
         owner = self.owner
@@ -61,7 +61,7 @@ class Chain:
             self.runs, self.run = [], owner.plain
             owner.log.dropped.append(self.name)
         addresses = addresses_of(static, owner.fixed)
-        results = copies(owner.graphs.warm_up(lambda: owner.plain(static)))
+        results = copies(owner.graphs.warm_up(lambda: owner.plain(static)), owner.plan.rebuilt)
         self.addresses = addresses
         owner.log.warm_ups += 1
         return results

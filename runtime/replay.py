@@ -187,7 +187,7 @@ class Whole:
             copy_each(self.views, moving)
         self.graph.replay()
         self.owner.log.replays += 1
-        return copies(self.graph.results)
+        return copies(self.graph.results, self.owner.plan.rebuilt)
 
     def _warm_up(self, inputs: list[Any]) -> tuple[Any, ...]:
         owner = self.owner
@@ -198,7 +198,7 @@ class Whole:
         static = with_copies(inputs, owner.moving, self.views)
         addresses = addresses_of(static, owner.fixed)
         inputs.clear()
-        results = copies(owner.graphs.warm_up(lambda: owner.plain(static)))
+        results = copies(owner.graphs.warm_up(lambda: owner.plain(static)), owner.plan.rebuilt)
         self.addresses = addresses
         self.moves += 1
         owner.log.warm_ups += 1

@@ -79,5 +79,9 @@ def with_copies(inputs: Sequence[Any], places: Sequence[int], views: Sequence[Te
     return static
 
 
-def copies(results: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([value.clone() if isinstance(value, Tensor) else value for value in results])
+def copies(results: Sequence[Any], rebuilt: Sequence[int] = ()) -> tuple[Any, ...]:
+    """Results that no replay overwrites. Those at `rebuilt` are handed to nobody: a copy would lose their layout."""
+    return tuple([
+        value.clone() if isinstance(value, Tensor) and place not in rebuilt else value
+        for place, value in enumerate(results)
+    ])  # fmt: skip

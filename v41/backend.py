@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from v41._compat import (
     graph_break,
     input_name,
+    outputs_rebuilt_from_inputs,
     outside_of_tracing,
     real_tensors,
     times_compiled_before,
@@ -132,6 +133,7 @@ def build(
     inputs = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
     plan = partition(program, cut_at=CUT_AT, along=ALONG, called=called)
+    plan = replace(plan, rebuilt=tuple(sorted(outputs_rebuilt_from_inputs(len(plan.outputs)))))
     check_plan(plan)
     report.seconds["partition"], start = clock() - start, clock()
     bodies = {piece.key: piece.body for piece in reversed(plan.pieces)}

@@ -109,6 +109,7 @@ class Plan:
     whole: dict[str, int] = field(default_factory=dict)  # name of a size -> up to which a step is captured whole
     buffers: dict[str, Buffer] = field(default_factory=dict)  # one for every tensor of `values`
     events: tuple[Event, ...] = ()  # none where all pieces are on one stream
+    rebuilt: tuple[int, ...] = ()  # outputs handed to nobody: AOTAutograd returns a view of an input of their layout
 
     @property
     def keys(self) -> dict[str, list[str]]:

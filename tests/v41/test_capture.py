@@ -83,6 +83,32 @@ def test_steps_in_buckets_are_graphs_and_have_eagers_bits(recorder: list[CpuGrap
     assert report.plan is not None and report.plan.sizes and report.plan.whole == {"rows": 256, "longest": 1}
 
 
+OVERLAPPING: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
+    "the other is returned": (lambda x, y: (x.add_(1), y)[1], lambda base: (base[:6], base[2:])),
+    "a view of each is returned": (lambda x, y: (y.add_(1), x.t(), y.flatten())[1:], lambda base: (base, base[3:])),
+    "both are returned, and a view": (lambda x, y: (x.add_(1), x.view(-1), y), lambda base: (base[:6], base[2:])),
+    "both are written": (lambda x, y: (x.add_(1), y.mul_(2)), lambda base: (base, base[3:])),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_results_follow_inputs_that_overlap(case: str) -> None:
+    """What is returned is the caller's memory, at its place in it: it changes with every later step."""
+    fn, inputs = OVERLAPPING[case]
+    ours, theirs = (inputs(torch.arange(8.0)) for _ in range(2))
+    with v41.collect() as reports:
+        compiled, kept = torch.compile(fn, backend="v41", fullgraph=True), list[tuple[Any, Any]]()
+        for _ in range(4):
+            kept.append((compiled(*ours), fn(*theirs)))
+            assert all(map(torch.equal, leaves(kept, 0), leaves(kept, 1))) and torch.equal(ours[0], theirs[0])
+    log = reports[0].captures
+    assert log is not None and log.replays == 3
+
+
+def leaves(kept: list[tuple[Any, Any]], side: int) -> list[Tensor]:
+    return [tensor for pair in kept for tensor in torch.utils._pytree.tree_leaves(pair[side])]
+
+
 def test_capture_off_runs_uncaptured(recorder: list[CpuGraphs]) -> None:
     plain = Step()
     with v41.collect() as reports:
