@@ -7,34 +7,38 @@
 A module's parameter names are the released names. What differs is here: the experts of one linear are stacked in the
 model and single in the file; scale bytes are e8m0 there and uint8 here; `attn.wo_a`, bf16 in the model, may be fp8 in
 the file; what the model multiplies in fp32 keeps the file's type, bf16 or fp32.
+
+Tensors are brought in one by one, so that loading takes the memory of the model and of one tensor. Engram's tables are
+not brought in at all: they stay mapped from their file, in the host's memory, and a look-up reads its rows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from v41.model_def.config import V41Config, read_json
-from v41.model_def.engram import Engram
+from v41.model_def.engram import Engram, EngramTable
 from v41.model_def.errors import CheckpointError, CheckpointFileError, FileUnreadable
 from v41.model_def.linear import Fp32Linear
 from v41.model_def.moe import ExpertLinear, Fp4ExpertLinear
 from v41.model_def.quantization import dequantize_fp8_weight
+from v41.model_def.stored_tensors import StoredTensor, read_header
 from v41.model_def.token_map import read_token_map
 
 WEIGHTS, INDEX, TOKEN_MAP = "model.safetensors", "model.safetensors.index.json", "engram_token_map.safetensors"
 NOT_USED = ("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline")  # the draft; what images need
 NOT_USED_SUFFIX = ".gate.bias_vl"  # the gate's bias inside image spans
 BYTES = {torch.uint8, torch.int8}
+
+Progress = Callable[[int, int], None]  # bytes so far, and of all
 
 
 @dataclass(frozen=True)
@@ -89,16 +93,24 @@ def stored_dtypes(module: nn.Module, name: str, parameter: Tensor) -> tuple[torc
 
 
 @torch.no_grad()
-def load_checkpoint(model: nn.Module, folder: str | Path, device: torch.device | str = "cpu") -> LoadSummary:
+def load_checkpoint(
+    model: nn.Module,
+    folder: str | Path,
+    device: torch.device | str = "cpu",
+    progress: Progress = lambda done, whole: None,
+) -> LoadSummary:
     """Fills `model`, which may be on the meta device, and moves it to `device`. CheckpointError lists all misfits."""
     folder, targets = Path(folder), slots(model)
-    with ExitStack() as stack:
-        files = open_files(folder, stack)
-        unused = tuple(sorted(name for name in files if is_not_used(name)))
-        check_fit(folder, targets, {name: file for name, file in files.items() if name not in unused})
-        for name, slot in targets.items():
-            fill(slot, read_for(slot, name, files).to(device), device)
-    model.to(device)
+    stored = stored_tensors(folder)
+    unused = tuple(sorted(name for name in stored if is_not_used(name)))
+    check_fit(folder, targets, {name: tensor for name, tensor in stored.items() if name not in unused})
+    done, whole = 0, sum(stored[name].nbytes for name in targets)
+    for name in sorted(targets, key=lambda name: (stored[name].file, stored[name].begin)):
+        fill(targets[name], name, stored, device)
+        progress(done := done + stored[name].nbytes, whole)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     engrams = [module for module in model.modules() if isinstance(module, Engram)]
     token_map, source = find_token_map(folder)
     if token_map is not None:
@@ -106,8 +118,8 @@ def load_checkpoint(model: nn.Module, folder: str | Path, device: torch.device |
     return LoadSummary(len(targets), unused, source if engrams else "no Engram layers")
 
 
-def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> the open file that has it. CheckpointFileError where the folder holds no checkpoint."""
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """What the folder's files hold, by name. CheckpointFileError where the folder holds no checkpoint."""
     shards = [WEIGHTS]
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
@@ -117,30 +129,20 @@ def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     lost = [shard for shard in shards if not (folder / shard).is_file()]
     if lost:
         raise CheckpointFileError(folder, problem=f"no {', '.join(lost)}")
-    opened = [stack.enter_context(open_tensors(folder / shard)) for shard in shards]
-    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (the file is no mapping)
-
-
-def open_tensors(file: Path) -> Any:
-    """An open safetensors file. FileUnreadable where it is cut short or is none."""
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise FileUnreadable(file, problem=str(error)) from None
+    return {name: tensor for shard in shards for name, tensor in read_header(folder / shard).items()}
 
 
 def is_not_used(name: str) -> bool:
     return name.startswith(NOT_USED) or name.endswith(NOT_USED_SUFFIX)
 
 
-def check_fit(folder: Path, targets: dict[str, Slot], files: dict[str, Any]) -> None:
+def check_fit(folder: Path, targets: dict[str, Slot], files: dict[str, StoredTensor]) -> None:
     """Compares names, shapes and types without reading a tensor."""
-    fp8 = {name for name, slot in targets.items() if slot.fp8_too and name in files
-           and stored_dtype(files[name].get_slice(name).get_dtype()) == torch.float8_e4m3fn}
+    fp8 = {name for name, slot in targets.items()
+           if slot.fp8_too and name in files and files[name].dtype == torch.float8_e4m3fn}
     misfits: dict[str, list[str]] = {"shape": [], "dtype": []}
     for name in sorted(targets.keys() & files.keys()):
-        slot, stored = targets[name], files[name].get_slice(name)
-        shape, dtype = tuple(stored.get_shape()), stored_dtype(stored.get_dtype())
+        slot, shape, dtype = targets[name], files[name].shape, files[name].dtype
         expected = tuple(slot.parameter.shape)
         if shape != expected:
             misfits["shape"].append(f"{name} is {shape}, the model has {expected}")
@@ -152,31 +154,24 @@ def check_fit(folder: Path, targets: dict[str, Slot], files: dict[str, Any]) -> 
         raise CheckpointError(folder, sorted(missing), sorted(unexpected), **misfits)
 
 
-def stored_dtype(name: str) -> torch.dtype | str:
-    """safetensors' name of a type as torch's; the name itself where it is none of ours."""
-    return {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8,
-            "I8": torch.int8, "F8_E8M0": torch.float8_e8m0fnu}.get(name, name)
-
-
 def scale_of(name: str) -> str:
     return name.removesuffix("weight") + "scale"
 
 
-def read_for(slot: Slot, name: str, files: dict[str, Any]) -> Tensor:
-    """One tensor, in the type the parameter has."""
-    tensor = files[name].get_tensor(name)
-    if slot.fp8_too and tensor.dtype == torch.float8_e4m3fn:
-        scale = scale_of(name)
-        return dequantize_fp8_weight(tensor, files[scale].get_tensor(scale).view(torch.uint8))
-    bytes_here = slot.parameter.dtype == torch.uint8
-    return tensor.view(torch.uint8) if bytes_here else tensor
-
-
-def fill(slot: Slot, tensor: Tensor, device: torch.device | str) -> None:
-    """Copies into the parameter, or makes it where it is a meta tensor or has another type."""
+def fill(slot: Slot, name: str, stored: dict[str, StoredTensor], device: torch.device | str) -> None:
+    """Brings one tensor into its parameter; makes that anew where it is none yet, of another type or elsewhere."""
     old = getattr(slot.module, slot.name)
-    if old.is_meta or old.dtype != tensor.dtype:
-        fresh = torch.empty(old.shape, dtype=tensor.dtype, device=device)
+    in_place = isinstance(slot.module, EngramTable)
+    tensor = stored[name].mapped(at_random=in_place)
+    if slot.fp8_too and tensor.dtype == torch.float8_e4m3fn:
+        tensor = dequantize_fp8_weight(tensor, stored[scale_of(name)].mapped().view(torch.uint8))
+    tensor = tensor.view(torch.uint8) if old.dtype == torch.uint8 else tensor
+    if in_place:
+        setattr(slot.module, slot.name, nn.Parameter(tensor, requires_grad=False))
+        return
+    fresh = torch.empty(0, dtype=tensor.dtype, device=device)
+    if (old.dtype, old.device) != (fresh.dtype, fresh.device):
+        fresh = fresh.new_empty(old.shape)
         setattr(slot.module, slot.name, nn.Parameter(fresh, requires_grad=old.requires_grad))
     slot.parameter.copy_(tensor)
 
@@ -184,10 +179,10 @@ def fill(slot: Slot, tensor: Tensor, device: torch.device | str) -> None:
 def find_token_map(folder: Path) -> tuple[Tensor | None, str]:
     """Engram's map of token ids: from our file, else from the tokenizer, else none."""
     if (folder / TOKEN_MAP).exists():
-        with open_tensors(folder / TOKEN_MAP) as file:
-            if "token_map" not in file.keys():  # noqa: SIM118 (the file is no mapping)
-                raise FileUnreadable(folder / TOKEN_MAP, problem="it has no token_map")
-            return file.get_tensor("token_map"), TOKEN_MAP
+        stored = read_header(folder / TOKEN_MAP)
+        if "token_map" not in stored:
+            raise FileUnreadable(folder / TOKEN_MAP, problem="it has no token_map")
+        return stored["token_map"].mapped(), TOKEN_MAP
     if (folder / "tokenizer.json").exists():
         read_json(folder / "tokenizer.json")
         return read_token_map(folder / "tokenizer.json"), "tokenizer.json"

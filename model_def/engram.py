@@ -26,7 +26,10 @@ SMALLEST = 1e-6  # under the root of the gate
 
 
 class EngramTable(nn.Module):
-    """All tables of a layer one under the other: `weight` e4m3 [rows, width], `scale` uint8 [rows, width/32]."""
+    """All tables of a layer one under the other: `weight` e4m3 [rows, width], `scale` uint8 [rows, width/32].
+
+    A checkpoint leaves them where its file is mapped: in the host's memory, whatever device the model is on.
+    """
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -41,8 +44,9 @@ class EngramTable(nn.Module):
         self.scale.copy_(scale)
 
     def forward(self, rows: Tensor) -> Tensor:  # int64 [T, n] -> bf16 [T, n, width]
+        device, rows = rows.device, rows.to(self.weight.device)
         values = F.embedding(rows, self.weight.view(torch.uint8))  # bytes: few devices gather e4m3
-        return dequantize_fp8(values, F.embedding(rows, self.scale))
+        return dequantize_fp8(values.to(device), F.embedding(rows, self.scale).to(device))
 
 
 class Engram(nn.Module):

@@ -21,7 +21,7 @@ from torch.nn.functional import embedding
 from v41.model_def.attention import Attention
 from v41.model_def.batch import Batch, check_cache
 from v41.model_def.cache import Cache
-from v41.model_def.checkpoint import load_checkpoint
+from v41.model_def.checkpoint import Progress, load_checkpoint
 from v41.model_def.config import LayerRole, V41Config
 from v41.model_def.constant import Constant
 from v41.model_def.engram import Engram
@@ -49,12 +49,20 @@ class V41ForCausalLM(nn.Module):
 
     @classmethod
     def from_checkpoint(
-        cls, folder: str | Path, device: torch.device | str = "cpu", **changes: Any
+        cls,
+        folder: str | Path,
+        device: torch.device | str = "cpu",
+        *,
+        progress: Progress = lambda done, whole: None,
+        **changes: Any,
     ) -> V41ForCausalLM:
-        """The model a released folder holds: config.json and safetensors. `changes` replace fields of its config."""
+        """The model a released folder holds: config.json and safetensors. `changes` replace fields of its config.
+
+        `progress` hears of bytes read, and of all. Engram's tables stay in the file, mapped: keep it as it is.
+        """
         with torch.device("meta"):
             model = cls(V41Config.from_json(folder).replace(**changes))
-        load_checkpoint(model, folder, device)
+        load_checkpoint(model, folder, device, progress)
         return model
 
     @classmethod
