@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from tests.passes.test_partition import names_used, runs_the_same
+from tests.invariants import check_borders, check_plan_runs
 from tests.strategies.tracing import trace
 from v41.passes.borders import CHECKS, FEW
 from v41.passes.check_plan import check_plan
@@ -49,8 +49,8 @@ def planned(function: Callable[..., Any], *, seams: bool = False) -> Plan:
     gm = traced(function, seams=seams)
     plan = partition(gm, cut_at=["seam"], along="rows")
     check_plan(plan)
-    names_used(plan)
-    runs_the_same(gm, plan)
+    check_borders(plan)
+    check_plan_runs(gm, plan)
     return plan
 
 
@@ -243,8 +243,8 @@ def test_any_program(steps: list[str]) -> None:
     gm = traced(program, seams=True)
     plan = partition(gm, cut_at=["seam"], along="rows")
     check_plan(plan)
-    names_used(plan)
-    runs_the_same(gm, plan)
+    check_borders(plan)
+    check_plan_runs(gm, plan)
     in_pieces = Counter(node.target for p in plan.pieces for node in p.body.graph.nodes if computes(node))
     assert in_pieces == Counter(node.target for node in gm.graph.nodes if computes(node) and node.users)
     assert writes(piece.body for piece in plan.pieces) == writes([gm])
