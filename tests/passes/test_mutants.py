@@ -1,27 +1,56 @@
-"""Every wrong version of a pass in mutants.py is noticed, and the right one is not."""
+"""Every seeded bug is noticed, and the right pass is not; every pass has some, and none is left unshown."""
 
 from __future__ import annotations
 
+from collections import Counter
+from importlib import import_module
+from typing import Any
+
 import pytest
-from torch.fx import GraphModule
 
-from tests.invariants import check_pass, copy_program
-from tests.passes.mutants import MUTANTS, Mutant
-
-
-def noticed(mutant: Mutant, program: GraphModule) -> bool:
-    """Whether check_pass complains, the pass fails, or its decisions are not the wanted ones."""
-    try:
-        decisions = check_pass(mutant.run, program)
-    except Exception:
-        return True
-    return not mutant.wanted(decisions)
+from tests.passes.careless import CARELESS
+from tests.passes.mutants import ELSEWHERE, MUTANTS
+from v41.passes.partition import partition
+from v41.passes.pipeline import PIPELINE, Pass, copy_of, run_pipeline
+from v41.passes.restrict_index_scores import restrict_index_scores
+from v41.passes.same_values import RULE as VALUES
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
-    program = mutant.program()
-    assert not noticed(mutant, copy_program(program))
+    mutant.shows()
     monkeypatch.setattr(mutant.owner, mutant.name, mutant.wrong)
-    assert noticed(mutant, program)
+    with pytest.raises(Exception):  # noqa: B017  (a pass that raises is undone: any error is a notice)
+        mutant.shows()
+
+
+@pytest.mark.parametrize("name", CARELESS)
+def test_a_careless_pass_is_undone_and_the_rule_it_broke_is_told(name: str) -> None:
+    careless, program, rule = CARELESS[name]
+    gm = program()
+    before = str(gm.graph)
+    _, (idle,) = run_pipeline(copy_of(gm), [Pass(lambda gm: [])], check="numeric")
+    assert idle.failure is None and (idle.warning is None or rule != VALUES)
+    gm, (run,) = run_pipeline(gm, [Pass(careless)], check="numeric")
+    assert run.failure is not None and rule in run.failure
+    assert str(gm.graph) == before
+
+
+def cases_of(function: Any) -> list[str]:
+    """What a parametrized test runs over."""
+    return [case for mark in function.pytestmark if mark.name == "parametrize" for case in mark.args[1]]
+
+
+def test_every_pass_has_seeded_bugs_and_each_is_shown() -> None:
+    count = Counter(mutant.of.__name__ for mutant in MUTANTS.values())
+    for name, (module, bugs) in ELSEWHERE.items():
+        tests = import_module(module)
+        (shown,) = (
+            value for key, value in vars(tests).items() if key.startswith("test_a_") and key.endswith("_is_noticed")
+        )
+        assert cases_of(shown) == list(getattr(tests, bugs))
+        count[name] += len(getattr(tests, bugs))
+    passes = [each.name for each in PIPELINE] + [restrict_index_scores.__name__, partition.__name__]
+    assert [name for name in passes if not count[name]] == []
+    assert count.total() + len(CARELESS) >= 20

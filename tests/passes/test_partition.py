@@ -104,6 +104,20 @@ def test_writes_stay_in_order_and_in_one_piece_with_their_views() -> None:
     check_plan_runs(gm, plan)
 
 
+def test_a_piece_that_only_writes_stays() -> None:
+    def step(x: Tensor, cache: Tensor) -> Tensor:
+        y = x + 1
+        cache[0].copy_(seam(x, x).sum(0))
+        return y
+
+    gm = with_seams(step, ROWS, static=(torch.zeros(5, 4),))
+    reinplace_cache_writes(gm)
+    plan = partition(gm, cut_at=["seam"])
+    assert [bool(piece.writes) for piece in plan.pieces] == [False, False, True] and not plan.pieces[-1].returns
+    check_borders(plan)
+    check_plan_runs(gm, plan)
+
+
 def test_sizes_cross_as_ints() -> None:
     def step(x: Tensor, y: Tensor) -> Tensor:
         z = seam(x, y)

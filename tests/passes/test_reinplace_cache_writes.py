@@ -24,9 +24,17 @@ aten = torch.ops.aten
 CACHE, SLOTS, ROWS = torch.zeros(6, 2, 4), torch.tensor([1, 3, 4]), torch.randn(3, 4)
 
 
-def reinplaced(function: Callable[..., Any]) -> tuple[GraphModule, list[Decision]]:
-    """function(slots, rows, cache), traced and reinplaced, and shown to do what it did, at several numbers of rows."""
+def as_it_is(gm: GraphModule) -> None:
+    pass
+
+
+def reinplaced(
+    function: Callable[..., Any], edit: Callable[[GraphModule], None] = as_it_is
+) -> tuple[GraphModule, list[Decision]]:
+    """function(slots, rows, cache), traced, edited, reinplaced, and shown to do what it did, for several row counts."""
     gm = trace(function, SLOTS, ROWS, static=(CACHE,))
+    edit(gm)
+    gm.recompile()
     before, known = copy_of(gm), facts(gm)
     decisions = reinplace_cache_writes(gm)
     gm.graph.lint()
@@ -141,10 +149,6 @@ def write_after_reading(slots: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
     old = cache.sum()
     cache[slots, 0] = rows
     return old
-
-
-def as_it_is(gm: GraphModule) -> None:
-    pass
 
 
 def read_late(gm: GraphModule) -> None:
