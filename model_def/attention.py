@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
+from v41.model_def.chunk import is_late
 from v41.model_def.compressor import Compressor, completed_entry
 from v41.model_def.config import LayerRole, V41Config
 from v41.model_def.indexer import Indexer, Selection
@@ -37,8 +38,7 @@ class Attention(nn.Module):
         self.attn_sink = nn.Parameter(torch.zeros(self.heads))
         self.compressor = Compressor(config, role.layer) if role.owns_compressor else None
         self.indexer = Indexer(config, role) if role.owns_indexer else None
-        first_truncated = config.last_kv_source + (config.swa_bounded_replay != "from_source")
-        self.late = role.layer >= first_truncated  # SWA bounded replay truncates this layer's window
+        self.late = is_late(config, role.layer)
 
     def forward(self, x: Tensor, step: Step, selection: Selection | None) -> tuple[Tensor, Selection | None]:
         """x [T, hidden] -> y [T, hidden], and the selection for the layers after."""

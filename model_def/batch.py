@@ -20,6 +20,7 @@ from torch._dynamo.decorators import mark_unbacked
 
 from v41.model_def.buckets import Buckets, round_up
 from v41.model_def.cache import Cache
+from v41.model_def.chunk import Chunk, replay_start, window_floors
 from v41.model_def.config import V41Config
 from v41.model_def.errors import (
     BatchOfAnotherCache,
@@ -27,6 +28,7 @@ from v41.model_def.errors import (
     ChunkMistyped,
     ChunkOutOfTokens,
     HitNotReplayable,
+    LogprobsAfterHit,
     NoSuchSlot,
     SlotUsedTwice,
     TokenOutOfVocabulary,
@@ -35,36 +37,6 @@ from v41.model_def.errors import (
 NOWHERE = -1  # position of a pad row, token where there is none
 # the first size of each tensor of a Batch; where nothing is said it is "rows"
 SIZES = {"first_rows": "requests", "slot_of_request": "requests", "longest": "longest", "logit_rows": "logits"}
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Positions [start, stop) of a request that lives in cache slot `slot`.
-
-    ids: the request's tokens from its first one on. stop: None means all of them.
-    hit: so many leading tokens were found in a prefix cache: their entries are in the slot, their window keys are not.
-    The last window of rows before `hit` runs again, writes no entry, and sees no window key below itself.
-    every_logit: logits of all rows instead of the last; such a request is never approximated.
-    """
-
-    ids: Sequence[int]
-    start: int
-    slot: int
-    stop: int | None = None
-    hit: int = 0
-    every_logit: bool = False
-
-    @property
-    def end(self) -> int:
-        return len(self.ids) if self.stop is None else self.stop
-
-    @property
-    def rows(self) -> int:
-        return self.end - self.start
-
-    @property
-    def logit_positions(self) -> range:
-        return range(self.start if self.every_logit else max(self.end - 1, self.start), self.end)
 
 
 @dataclass(frozen=True)
@@ -227,9 +199,11 @@ def check_chunks(config: V41Config, cache: Cache, chunks: Sequence[Chunk]) -> No
             raise SlotUsedTwice(where, slot=chunk.slot, first=used[chunk.slot], second=i)
         if chunk.end > cache.capacity:
             raise ChunkLongerThanSlot(where, chunk=i, stop=chunk.end, capacity=cache.capacity)
-        floor, _ = window_floors(config, chunk)
+        floor = replay_start(config, chunk.hit)
         if chunk.hit < 0 or (chunk.hit and (chunk.start < floor or (ratio and chunk.hit % ratio))):
             raise HitNotReplayable(where, chunk=i, start=chunk.start, hit=chunk.hit, ratio=ratio, floor=floor)
+        if chunk.hit and chunk.every_logit:
+            raise LogprobsAfterHit(where, chunk=i, hit=chunk.hit)
         used[chunk.slot] = i
 
 
@@ -277,17 +251,6 @@ def lookback_ids(chunks: Sequence[Chunk], row: Tensor, group: Tensor, order: int
     pads = [NOWHERE] * (before + int((group == len(chunks)).sum()))
     ids = torch.tensor([*chain(*parts), *pads], dtype=torch.int64)  # `before` more than its rows for each group
     return ids[(row + before * (group + 1)).unsqueeze(-1) - torch.arange(order)]
-
-
-def window_floors(config: V41Config, chunk: Chunk) -> tuple[int, int]:
-    """The lowest window position the chunk's rows see: in most layers, and in those SWA bounded replay truncates.
-
-    Those keep the last window of rows of a longer chunk; a shorter one, a decode step say, is not truncated.
-    """
-    window = config.sliding_window
-    floor = max(chunk.hit - window, 0)
-    truncated = config.swa_bounded_replay != "off" and chunk.rows > window and not chunk.every_logit
-    return floor, max(floor, chunk.end - window) if truncated else floor
 
 
 def block_counts(config: V41Config, context: int) -> dict[int, int]:

@@ -64,6 +64,13 @@ class Cache:
     def device(self) -> torch.device:
         return self.rings[0].device
 
+    def copy_entries(self, source: int, slot: int, tokens: int) -> None:
+        """What the first `tokens` of the request in slot `source` leave for good, into another slot: a prefix hit."""
+        for group in (self.entries, self.index_keys):
+            for records in group.values():
+                entries = tokens * (records.shape[1] - 1) // self.capacity
+                records[slot, :entries] = records[source, :entries]
+
     def bytes_per_token(self) -> float:
         """What one more token of context costs; rings and tails do not grow."""
         grown = sum((t.shape[1] - 1) * t.shape[2] for group in (self.entries, self.index_keys) for t in group.values())

@@ -128,8 +128,7 @@ class V41Config:
     # how weights are held: as released (fp8 linears, fp4 experts) or bf16
     weight_dtype: str = "fp8"
     expert_dtype: str = "fp4"
-    # SWA bounded replay, an approximation of long prefills: which decoder layers see no window key below the last
-    # `sliding_window` rows: "off", "after_source" (all after the last KV source), "from_source" (that one as well)
+    # SWA bounded replay, an approximation of long prefills: "off", "after_source" or "from_source"; see chunk.py
     swa_bounded_replay: str = "off"
 
     def __post_init__(self) -> None:

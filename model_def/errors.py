@@ -143,6 +143,13 @@ class HitNotReplayable(ModelError, ValueError):
     fix = "let a hit end between groups (a multiple of {ratio}) and start at {floor} or later: that window runs again"
 
 
+class LogprobsAfterHit(ModelError, ValueError):
+    """facts: chunk, hit."""
+
+    found = "chunk {chunk} asks for every row's logits after a prefix hit of {hit} tokens, whose rows do not all run"
+    fix = "read such a request from its first token on, without a hit"
+
+
 class TokenOutOfVocabulary(ModelError, ValueError):
     """facts: chunk, token, position, vocabulary."""
 

@@ -4,11 +4,14 @@
 
 A request waits for a free cache slot and gives it back when its tokens are all there. One whose tokens are known before
 is read in the same steps and chooses nothing: teacher forcing. `forward` is the model, eager or compiled.
+
+With `reuse`, a request that begins as another one did takes the entries that lie in that one's slot: a prefix hit, an
+approximation (chunk.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from v41.model_def.batch import Batch, Chunk, Sizes, batch_of_sizes, block_counts, build_batch
 from v41.model_def.buckets import Buckets, round_up
 from v41.model_def.cache import Cache
+from v41.model_def.chunk import replay_start, usable_hit
 from v41.model_def.config import V41Config
 
 Forward = Callable[[Batch, Cache], Tensor]
@@ -31,6 +35,7 @@ class Request:
     prompt: int
     length: int
     done: int = field(default=0, init=False)  # so many are in the cache; the last of all is never read
+    hit: int = field(default=0, init=False)  # so many came from another request
 
     @classmethod
     def to_write(cls, prompt: Sequence[int], tokens: int) -> Request:
@@ -49,7 +54,7 @@ class Request:
     def next_chunk(self, slot: int, rows: int) -> Chunk:
         """At most `rows` of the prompt, or the one token behind it."""
         stop = min(self.prompt, self.done + rows) if self.done < self.prompt else self.done + 1
-        return Chunk(self.ids, self.done, slot, stop)
+        return Chunk(self.ids, self.done, slot, stop, self.hit)
 
 
 @dataclass(frozen=True)
@@ -98,25 +103,50 @@ def generate(
     chunk: int,
     choose: Choose = greedy,
     buckets: Buckets | None = None,
+    reuse: bool = False,
 ) -> Iterator[Generated]:
     """Steps until every request is finished. A prompt is read `chunk` rows at a time; `requests` grow in place.
 
-    `buckets`: what steps are padded to; a model whose steps are captured needs them.
+    `buckets`: what steps are padded to; a model whose steps are captured needs them. `reuse`: take prefix hits.
     """
     waiting, slots = list(range(len(requests))), dict[int, int]()  # request -> slot
+    held: dict[int, tuple[list[int], int]] = {}  # slot -> a request's tokens, and how many of them it has entries of
     while True:
         slots = {i: slot for i, slot in slots.items() if not requests[i].finished}
         waiting = [i for i in waiting if i not in slots and not requests[i].finished]
         free = [slot for slot in range(cache.slots) if slot not in slots.values()]
-        slots |= zip(waiting, free, strict=False)
+        fresh = dict(zip(waiting, free, strict=False))
+        slots |= fresh
         if not slots:
             return
+        for i, slot in fresh.items():
+            if reuse:
+                take_prefix(config, cache, requests[i], slot, held)
+            held[slot] = requests[i].ids, requests[i].hit
         chunks = tuple(requests[i].next_chunk(slot, chunk) for i, slot in slots.items())
         logits = forward(build_batch(config, cache, chunks, buckets=buckets), cache)[: len(chunks)]
         tokens: dict[int, int] = {}
         for i, part, token in zip(slots, chunks, choose(logits).tolist(), strict=True):
             requests[i].done = part.end
+            held[part.slot] = requests[i].ids, max(part.end, part.hit)
             if part.end == len(requests[i].ids) < requests[i].length:
                 requests[i].ids.append(token)
                 tokens[i] = token
         yield Generated(tuple(slots), chunks, logits, tokens)
+
+
+def take_prefix(
+    config: V41Config, cache: Cache, request: Request, slot: int, held: Mapping[int, tuple[Sequence[int], int]]
+) -> None:
+    """Begins `request` in `slot` with the longest prefix that some slot holds, if any is worth it."""
+    shared = {source: shared_prefix(request.ids, ids[:known]) for source, (ids, known) in held.items()}
+    source = max(shared, key=lambda each: (shared[each], each == slot), default=slot)  # best where nothing is copied
+    request.hit = usable_hit(config, shared.get(source, 0), request.prompt)
+    request.done = replay_start(config, request.hit)
+    if request.hit and source != slot:
+        cache.copy_entries(source, slot, request.hit)
+
+
+def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens are the same."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

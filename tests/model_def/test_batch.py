@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.model_def.exact import exact
+from tests.model_def.rows import QUICK, TINY, alone, scheduled
 from tests.strategies.batches import Schedule, buckets, poisoned, schedules
 from tests.strategies.configs import configs
 from v41.model_def.batch import Chunk, build_batch, mark, tensors_of
@@ -27,30 +28,13 @@ from v41.model_def.errors import (
     ChunkMistyped,
     ChunkOutOfTokens,
     HitNotReplayable,
+    LogprobsAfterHit,
     ModelError,
     NoSuchSlot,
     SlotUsedTwice,
     TokenOutOfVocabulary,
 )
 from v41.model_def.model import V41ForCausalLM
-
-TINY = V41Config.preset("tiny")
-QUICK = TINY.replace(  # window only; ratio 2 behind an Engram; ratio 1 with candidates; a re-indexer inside them
-    num_hidden_layers=4,
-    compress_ratios=(0, 2, 1, 1),
-    kv_source_layer_ids=(1, 2),
-    index_source_layer_ids=(1, 2, 3),
-    candidate_source_layer_id=2,
-    engram_layer_ids=(1,),
-    engram_num_embeddings=(660,),
-    hidden_size=64,
-    hc_sinkhorn_iters=2,
-    sliding_window=4,
-    index_topk=3,
-    candidate_topk_blocks=2,
-    candidate_block_size=2,
-)
-
 
 TWO_LAYERS = QUICK.replace(  # the two kinds with the most in them: this compiles in seconds
     num_hidden_layers=2,
@@ -64,30 +48,6 @@ TWO_LAYERS = QUICK.replace(  # the two kinds with the most in them: this compile
 )
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # of examples that take a second each
 forwards = settings(max_examples=8, phases=NO_SHRINKING)
-
-
-@torch.no_grad()
-def alone(model: V41ForCausalLM, request: list[int]) -> Tensor:
-    """Logits of all rows [tokens, V], in one step on a fresh cache."""
-    cache = Cache.zeros(model.config, 1, len(request))
-    with exact():
-        return model(build_batch(model.config, cache, [Chunk(request, 0, 0, every_logit=True)]), cache)
-
-
-@torch.no_grad()
-def scheduled(model: V41ForCausalLM, schedule: Schedule) -> list[Tensor]:
-    """The same rows by way of `schedule`, on a cache full of NaN."""
-    cache = poisoned(model.config, schedule.slots, max(map(len, schedule.requests)))
-    rows: list[list[Tensor]] = [[] for _ in schedule.requests]
-    for s, chunks in enumerate(schedule.steps):
-        batch = build_batch(model.config, cache, chunks, buckets=schedule.buckets)
-        with exact():
-            logits = model(batch, cache)
-        for row, (chunk, position) in zip(logits[: len(batch.host.logits)], batch.host.logits, strict=True):
-            owner = rows[schedule.owners[s][chunk]]
-            assert position == len(owner)
-            owner.append(row)
-    return [torch.stack(row) for row in rows]
 
 
 def check_rows(config: V41Config, schedule: Schedule) -> None:
@@ -180,6 +140,8 @@ FLOORS = {  # switch, start, stop, hit, every logit -> floors of the rows; W is 
     ("from_source", 32, 60, 48, False): (32, 44),
     ("off", 40, 60, 48, False): (32, 32),
     ("after_source", 32, 60, 12, False): (0, 44),  # a hit within the window is computed again
+    ("after_source", 32, 48, 48, False): (32, 32),  # a chunk that ends where the hit does
+    ("from_source", 16, 60, 32, False): (16, 44),  # the higher floor of both
 }
 
 
@@ -205,6 +167,7 @@ REFUSALS: list[tuple[type[ModelError], list[Chunk], dict[str, Any], dict[str, ob
     (ChunkOutOfTokens, [Chunk([1, 2], -1, 0, 1)], {}, {"start": -1}),
     (HitNotReplayable, [Chunk([1] * 30, 14, 0, hit=25)], {}, {"hit": 25, "ratio": 2}),
     (HitNotReplayable, [Chunk([1] * 30, 7, 0, hit=24)], {}, {"start": 7, "floor": 8}),
+    (LogprobsAfterHit, [Chunk([1] * 30, 8, 0, hit=24, every_logit=True)], {}, {"chunk": 0, "hit": 24}),
 ]
 
 

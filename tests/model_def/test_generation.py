@@ -65,6 +65,60 @@ def test_warming_up_runs_every_decode_bucket_twice_the_largest_first_on_pads_alo
     assert {row for rows in model.read for row in rows} == {(3, -1, 0)}
 
 
+class Keeps(CountsUp):
+    """Also stores the token of each entry, and knows what the entries of every row it sees ought to be."""
+
+    def __call__(self, batch: Batch, cache: Cache) -> Tensor:
+        for kind in (cache.entries, cache.index_keys):
+            for source, records in kind.items():
+                m = TINY.compress_ratios[source]
+                for chunk in batch.host.chunks:
+                    for p in range(max(chunk.start, chunk.hit), chunk.end):
+                        records[chunk.slot, p // m if p % m == m - 1 else -1, 0] = chunk.ids[p] % 256
+                    own = [token % 256 for token in chunk.ids[m - 1 : max(chunk.hit, chunk.end) : m]]
+                    assert records[chunk.slot, : len(own), 0].tolist() == own
+        return super().__call__(batch, cache)
+
+
+stems = st.lists(st.integers(0, 255), min_size=20, max_size=30)
+families = st.builds(
+    lambda stem, members: [[*stem[:cut], *tail] for cut, tail in members],
+    stems,
+    st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 255), max_size=8)), min_size=2, max_size=6),
+)
+
+
+@given(families, st.integers(1, 4), st.integers(1, 30), st.integers(1, 3), st.none() | buckets())
+def test_a_shared_prefix_is_read_from_another_slot(
+    given: list[list[int]], tokens: int, chunk: int, slots: int, ladders: Buckets | None
+) -> None:
+    requests, reads = [Request.to_write(prompt, tokens) for prompt in given], dict[int, list[int]]()
+    cache, window = Cache.zeros(TINY, slots, 64), TINY.sliding_window
+    for step in generate(Keeps(), TINY, cache, requests, chunk=chunk, reuse=True, buckets=ladders):
+        for i, part in zip(step.requests, step.chunks, strict=True):
+            reads.setdefault(i, []).extend(range(part.start, part.end))
+    for i, request in enumerate(requests):
+        assert request.ids == [*given[i], *(given[i][-1] + 1 + n for n in range(tokens))]
+        assert request.hit == 0 or window < request.hit < len(given[i])
+        assert reads[i] == list(range(max(request.hit - window, 0), len(request.ids) - 1))
+
+
+@pytest.mark.parametrize(("slots", "hits"), [(1, [0, 24, 24]), (2, [0, 0, 30])])
+def test_the_longest_prefix_is_taken(slots: int, hits: list[int]) -> None:
+    """Between groups, with a row left to run; two that begin in one step share nothing yet."""
+    ids = list(range(40))
+    prompts = [[*ids[:30], 7], ids[:25] + [9] * 20, ids[:31]]
+    requests = [Request.to_write(prompt, 2) for prompt in prompts]
+    list(generate(Keeps(), TINY, Cache.zeros(TINY, slots, 64), requests, chunk=64, reuse=True))
+    assert [request.hit for request in requests] == hits
+
+
+def test_nothing_is_shared_unless_asked_for() -> None:
+    requests = [Request.to_write(list(range(40)), 2) for _ in range(2)]
+    list(generate(Keeps(), TINY, Cache.zeros(TINY, 1, 64), requests, chunk=64))
+    assert [request.hit for request in requests] == [0, 0]
+
+
 def test_a_slot_is_given_on() -> None:
     model = CountsUp()
     requests = [Request.to_write([10 * i], 3) for i in range(4)]

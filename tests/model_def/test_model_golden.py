@@ -18,11 +18,15 @@ from torch import Tensor
 
 from tests.golden_data import Golden, golden  # noqa: F401 (a fixture)
 from tests.model_def.exact import exact, fixed_lengths
+from tests.strategies.batches import poisoned
+from v41.model_def import batch as batch_file
 from v41.model_def import indexer
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.checkpoint import set_token_map
+from v41.model_def.chunk import window_floors
 from v41.model_def.config import V41Config
+from v41.model_def.generation import Request, generate
 from v41.model_def.indexer import Selection
 from v41.model_def.mhc import boundary, entry_streams, post
 from v41.model_def.model import Layer, V41ForCausalLM
@@ -181,6 +185,57 @@ def test_logits_of_replays(golden: Golden, replay: str, name: str) -> None:  # n
         start = hit - window if after_hit else 0
         chunk = Chunk(ids, start, 0, 96, hit=hit if after_hit else 0)
         check_logits(name, model(build_batch(config, cache, [chunk]), cache), golden(f"replay.{replay}.logits"))
+
+
+SERVED = {  # golden name; the switch, tokens of the prompt, rows of it in a step, and how many another request has read
+    "chunks of 7": ("full", "off", 96, 7, 0),
+    "chunks of a window and one": ("full", "off", 96, 17, 0),
+    "chunks, then one by one": ("full", "off", 92, 60, 0),
+    "chunks that bounded replay leaves whole": ("full", "after_source", 96, 16, 0),
+    "bounded replay": ("replay.decoder_after_source", "after_source", 96, 96, 0),
+    "bounded replay, source too": ("replay.decoder_from_source", "from_source", 96, 96, 0),
+    "a hit": ("replay.encoder", "off", 96, 48, 64),
+    "a hit in chunks": ("replay.encoder", "off", 96, 22, 64),
+    "a hit, then one by one": ("replay.encoder", "off", 92, 30, 64),
+    "a hit and bounded replay": ("replay.both", "after_source", 96, 48, 64),
+}
+
+
+def served(data: Golden, switch: str, prompt: int, chunk: int, known: int) -> Tensor:
+    """Logits behind the 96 tokens, by the generation that serves requests, in the reference's mode.
+
+    The request waits until a slot is free; another one, which still runs, has then read its first `known` tokens.
+    """
+    model, ids = model_of(data, switch), data("ids").tolist()
+    before = [Request.forced(ids[: known + 3], known), Request.forced([7] * known + [8], known)] if known else []
+    requests = [*before, Request.forced([*ids, 0], prompt)]
+    cache = poisoned(model.config, max(len(before), 1), 96)
+    with reference_mode(model.config):
+        steps = list(generate(model, model.config, cache, requests, chunk=chunk, reuse=True))
+    assert requests[-1].hit == known
+    *_, last = (step for step in steps if len(before) in step.requests)
+    return last.logits[last.requests.index(len(before))]
+
+
+QUICK = ("chunks, then one by one", "bounded replay", "a hit in chunks", "a hit and bounded replay")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in SERVED])
+def test_logits_by_the_serving_path(golden: Golden, case: str) -> None:  # noqa: F811
+    name, *how = SERVED[case]
+    check_logits("reference", served(golden, *how), golden(f"{name}.logits"))
+
+
+@pytest.mark.parametrize("case", ["bounded replay", "bounded replay, source too", "a hit"])
+@pytest.mark.parametrize("shift", [-1, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_serving_path_sees_a_floor_one_off(golden: Golden, case: str, shift: int) -> None:  # noqa: F811
+    def shifted(config: V41Config, chunk: Chunk) -> tuple[int, int]:
+        floor, late = window_floors(config, chunk)
+        return floor + shift * (floor > 0), late + shift * (late > 0)
+
+    name, *how = SERVED[case]
+    with patch.object(batch_file, "window_floors", shifted):
+        assert not torch.equal(served(golden, *how), golden(f"{name}.logits").flatten())
 
 
 def test_layers_of_a_prefill_of_all_tokens(golden: Golden) -> None:  # noqa: F811

@@ -1,0 +1,87 @@
+"""Chunk: which positions of a request run in a step, and which window keys their rows see: exactly, or by replay.
+
+What a token leaves behind for good are its compressed entries and index keys. Window keys live in a ring of W and are
+gone W tokens later; where they are missing, rows do without. This is the one place that says when (W is
+`config.sliding_window`, p a row's position):
+
+    exact           a row sees window keys max(0, p - W + 1) .. p in every layer. Rows of one prefill, of the same
+                    tokens in chunks, and of decode steps are equal but for the order of sums.
+    prefix hit      `hit` tokens were found in a prefix cache: their entries are in the slot, their window keys are
+                    not. The W rows before `hit` run again. They write no entry and read those that are there; no row
+                    sees a window key below hit - W, in any layer. Rows behind `hit` miss no key, yet they see keys of
+                    replayed rows: an approximation, the same wherever chunks end.
+    bounded replay  `config.swa_bounded_replay`: of a chunk longer than W the late layers are to run on its last W rows
+                    alone, so no row sees a window key below end - W there. Late are the layers behind the last KV
+                    source ("after_source", as in vLLM 0.33), or that layer too ("from_source", as in the report and in
+                    SGLang 0.5.23). Entries are not affected. The result follows the chunks of each step; those of up
+                    to W rows, decode steps among them, are exact.
+    every logit     a request that returns prompt logprobs (`every_logit`) is exact: bounded replay leaves it whole,
+                    and it cannot begin with a hit.
+
+A hit and bounded replay together take the higher floor. Nothing is skipped here: the late layers run on all rows, whose
+results nobody reads, and leaving them out is the compiler's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from v41.model_def.config import V41Config
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Positions [start, stop) of a request that lives in cache slot `slot`.
+
+    ids: the request's tokens from its first one on. stop: None means all of them.
+    hit: so many leading tokens were found in a prefix cache; every chunk of such a request says so.
+    every_logit: logits of all rows instead of the last.
+    """
+
+    ids: Sequence[int]
+    start: int
+    slot: int
+    stop: int | None = None
+    hit: int = 0
+    every_logit: bool = False
+
+    @property
+    def end(self) -> int:
+        return len(self.ids) if self.stop is None else self.stop
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
+    @property
+    def logit_positions(self) -> range:
+        return range(self.start if self.every_logit else max(self.end - 1, self.start), self.end)
+
+
+def window_floors(config: V41Config, chunk: Chunk) -> tuple[int, int]:
+    """The lowest window position that the chunk's rows see: in most layers, and in the late ones."""
+    window = config.sliding_window
+    floor = replay_start(config, chunk.hit)
+    truncated = config.swa_bounded_replay != "off" and chunk.rows > window and not chunk.every_logit
+    return floor, max(floor, chunk.end - window) if truncated else floor
+
+
+def replay_start(config: V41Config, hit: int) -> int:
+    """The first position that runs again after a hit."""
+    return max(hit - config.sliding_window, 0)
+
+
+def is_late(config: V41Config, layer: int) -> bool:
+    """Whether bounded replay truncates the layer."""
+    return layer >= config.last_kv_source + (config.swa_bounded_replay != "from_source")
+
+
+def usable_hit(config: V41Config, known: int, prompt: int) -> int:
+    """How much of `known` leading tokens a request of `prompt` tokens takes as its hit; 0 where that gains nothing.
+
+    A hit ends between groups, leaves a row to run, and is longer than the window that would run again.
+    """
+    hit = min(known, prompt - 1)
+    hit -= hit % max([1, *config.compress_ratios])
+    return hit if hit > config.sliding_window else 0
