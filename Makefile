@@ -1,7 +1,8 @@
 # v41: what a newcomer and CI run. Everything goes into .venv (or .venv-2.11) beside this file; nothing else is touched.
 #   make demo       the small model reads and writes text, compiled, checked against eager
 #   make test       lint, types, import rules, tests          make test-2.11   the tests on the oldest torch
-#   make nightly    long property runs, others' models        make clean       removes what the others made
+#   make nightly    long property runs, others' models        make mutation    guards of passes broken, one by one
+#   make clean      removes what the others made
 SHELL := bash
 PYTHON ?= python3
 WORKERS ?= 2
@@ -15,7 +16,7 @@ BIN_211 := .venv-2.11/bin
 FOLDERS := v41 model_def passes lowering runtime tools tests
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: demo test lint nightly test-2.11 clean
+.PHONY: demo test lint nightly mutation test-2.11 clean
 
 demo: .venv/installed
 	@$(BIN)/v41 generate --compare-eager
@@ -25,6 +26,10 @@ test: lint
 
 nightly: .venv/installed-models
 	V41_HYPOTHESIS=nightly $(BIN)/python $(PYTEST)
+	$(MAKE) mutation
+
+mutation: .venv/installed
+	$(BIN)/python -m tests.mutation
 
 test-2.11: .venv-2.11/installed
 	$(BIN_211)/python $(PYTEST) -m "not slow"

@@ -1,0 +1,133 @@
+"""score: which tests see which mutants, and the file that says how many were killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.mutation.children import Outcome, Seen, preload, try_mutant, watch
+from tests.mutation.equivalent import EQUIVALENT
+from tests.mutation.guards import Mutant, mutants_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SCORE = Path(__file__).with_name("score.json")
+TESTS = "tests/passes"
+ENOUGH = 40.0  # seconds of processor: what a mutant has survived that outlived that much of the tests that reach it
+FILE_LIMIT = 1200  # for one file of tests, watched
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What each test reaches, of those that pass."""
+
+    tests: dict[str, Seen]
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """The tests that run what the mutant changes: first those of the file of its name, the quickest first."""
+        own = f"{TESTS}/test_{Path(mutant.file).stem}.py"
+        first, last = mutant.lines
+        changed = set(range(first, last + 1))
+        reached = {name: seen for name, seen in self.tests.items() if mutant.file in seen.lines}
+        if mutant.function:
+            reached = {name: seen for name, seen in reached.items() if changed & seen.lines[mutant.file]}
+        found, spent = [], 0.0
+        for name in sorted(reached, key=lambda name: (not name.startswith(own), reached[name].seconds)):
+            spent += reached[name].seconds
+            if found and spent > ENOUGH:
+                break
+            found.append(name)
+        return found
+
+    def limit(self, tests: Sequence[str]) -> int:
+        """Seconds of processor for a mutant: loading, and three times what its tests take."""
+        return 30 + int(3 * sum(self.tests[name].seconds for name in tests))
+
+
+def reach(root: Path, sources: Sequence[str]) -> Reach:
+    """Runs every test of passes once, slow ones too."""
+    found: dict[str, Seen] = {}
+    for file in sorted((root / TESTS).glob("test_*.py")):
+        seen, modules = watch(root, [str(file.relative_to(root))], sources, FILE_LIMIT)
+        preload(modules)
+        found |= {name: each for name, each in seen.items() if each.passed}
+    return Reach(found)
+
+
+def sources_of(root: Path, only: Sequence[str]) -> list[str]:
+    """Files of passes whose name has one of `only` in it; all of them where it is empty."""
+    files = sorted(path.relative_to(root).as_posix() for path in (root / "passes").glob("*.py"))
+    return [file for file in files if not only or any(word in file for word in only)]
+
+
+def drawn(root: Path, sources: Sequence[str], share: float) -> list[Mutant]:
+    """All rules, and of the other mutants that share which the hash of their key says."""
+    every = [mutant for file in sources for mutant in mutants_of(file, (root / file).read_text())]
+    return [mutant for mutant in every if mutant.kind == "rule" or _fraction(mutant.key) < share]
+
+
+def _fraction(key: str) -> float:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") / 2**32
+
+
+def run(root: Path, mutants: Sequence[Mutant], reached: Reach) -> Iterator[tuple[Mutant, Outcome]]:
+    """Tries each mutant that is not known to be equivalent."""
+    for mutant in mutants:
+        tests = reached.of(mutant)
+        if mutant.key in EQUIVALENT:
+            yield mutant, Outcome("equivalent", EQUIVALENT[mutant.key])
+        elif not tests:
+            yield mutant, Outcome("survived", "no test reaches it")
+        else:
+            yield mutant, try_mutant(root, mutant, tests, reached.limit(tests))
+
+
+def score_of(results: Sequence[tuple[Mutant, Outcome]], share: float) -> dict[str, Any]:
+    """What score.json holds. A mutant that hangs is killed: some test would not end."""
+    files: dict[str, Counter[str]] = {}
+    for mutant, outcome in results:
+        files.setdefault(mutant.file, Counter())[outcome.told] += 1
+    rows = {file: {"total": told.total(), **dict(sorted(told.items()))} for file, told in sorted(files.items())}
+    survivors = [
+        {"at": f"{mutant.file}:{mutant.line}", "key": mutant.key, "kind": mutant.kind}
+        for mutant, outcome in results
+        if outcome.told == "survived"
+    ]
+    everything = sum(files.values(), Counter[str]())
+    return {
+        "date": date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "hypothesis")}},
+        "drawn": f"all rules; of the others {share:.0%}, by hash",
+        "killed": everything["killed"] + everything["timeout"],
+        "total": everything.total() - everything["equivalent"],
+        "equivalent": everything["equivalent"],
+        "files": rows,
+        "survivors": survivors,
+    }
+
+
+def table(score: dict[str, Any]) -> str:
+    """The score for people."""
+    names = "killed", "timeout", "survived", "equivalent", "total"
+    lines = [f"{'':<40}" + "".join(f"{name:>11}" for name in names)]
+    for file, row in score["files"].items():
+        lines.append(f"{file:<40}" + "".join(f"{row.get(name, '-'):>11}" for name in names))
+    lines.append(f"killed {score['killed']} of {score['total']} mutants ({score['drawn']})")
+    return "\n".join(lines)
+
+
+def newly_survived(score: dict[str, Any], before: dict[str, Any]) -> list[dict[str, str]]:
+    """Survivors that an earlier score does not name."""
+    known = {each["key"] for each in before.get("survivors", [])}
+    return [each for each in score["survivors"] if each["key"] not in known]
+
+
+def load(path: Path = SCORE) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
