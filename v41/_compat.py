@@ -19,6 +19,8 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from v41 import _compat_barriers
+
 
 def inductor_settings(settings: dict[str, object]) -> dict[str, object]:
     """Those of `settings` (dotted names of torch._inductor.config) that this torch knows."""
@@ -75,10 +77,11 @@ def inductor_compile(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    sources = (Path(__file__), Path(inspect.getsourcefile(mark) or __file__))
+    sources = (Path(__file__), Path(_compat_barriers.__file__), Path(inspect.getsourcefile(mark) or __file__))
     key = hashlib.sha256(b"".join([*(source.read_bytes() for source in sources), known.encode()])).hexdigest()
     settings = {**settings, "post_grad_custom_pre_pass": custom_graph_pass(mark, lambda: key)}
-    with tracing(TracingContext(detect_fake_mode(inputs))), config.patch(settings), _whole(gm):
+    fresh = tracing(TracingContext(detect_fake_mode(inputs)))
+    with fresh, config.patch(settings), _whole(gm), _compat_barriers.loops_wait():
         return compile_fx_inner(gm, list(inputs), is_inference=True)
 
 
