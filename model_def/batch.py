@@ -61,7 +61,7 @@ class Batch:
     floors: Tensor  # [T] no window key below this position (prefix hit)
     late_floors: Tensor  # [T] the same in the layers that SWA bounded replay truncates
     hits: Tensor  # [T] entries of groups that end below this position are in the cache already
-    lookback: Tensor  # [T, N] token ids at p, p-1, ...; -1 where there is none
+    lookback: Tensor  # [T, N] token ids at p, p-1, ...; -1 where there is none, or an image
     requests: Tensor  # [T] which request the row belongs to; 0 in pad rows,
     columns: Tensor  # [T] and which of its rows it is
     first_rows: Tensor  # [R] row each request begins at; 0 for pad requests, which have the pad slot
@@ -143,11 +143,14 @@ def batch_of_sizes(
     real, starts = group < len(chunks), per_row(chunk.start for chunk in chunks)
     columns = torch.where(real, row - per_row(bounds[:-1]), 0)
     lookback = lookback_ids(chunks, row, group, config.engram_max_ngram_size)
+    tokens = lookback[:, 0].clamp(min=0)
     check_tokens(config, chunks, lookback[: bounds[-1], 0], group, columns)
+    if config.image_token_id is not None:
+        lookback = lookback.where(lookback != config.image_token_id, NOWHERE)
     floors = [window_floors(config, chunk) for chunk in chunks]
     logits = [(i, p) for i, chunk in enumerate(chunks) for p in chunk.logit_positions]
     batch = Batch(
-        tokens=lookback[:, 0].clamp(min=0),
+        tokens=tokens,
         positions=torch.where(real, starts + columns, NOWHERE),
         slots=per_row((chunk.slot for chunk in chunks), cache.pad_slot),
         starts=starts,

@@ -74,6 +74,7 @@ class V41Config:
     bos_token_id: int = 0
     eos_token_id: int = 1
     pad_token_id: int = 2
+    image_token_id: int | None = 129264  # stands where an image's rows are: Engram takes it for no token
     tie_word_embeddings: bool = False
     # attention
     num_attention_heads: int = 64
@@ -160,14 +161,15 @@ class V41Config:
         if unknown or missing:
             raise ConfigFileError(path, unknown, missing)
         try:
-            return cls(**values)
+            return cls(**{"image_token_id": None, **values})
         except ConfigError as error:
             raise ConfigError(path, error.facts["broken"]) from None  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, Any]:
         """The released layout; `from_json` reads it back to an equal config."""
         text = asdict(self)
-        top = {name: text.pop(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        names = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")
+        top = {name: token for name in names if (token := text.pop(name)) is not None}
         quantization: dict[str, Any] = {"expert_dtype": text.pop("expert_dtype"), "scale_fmt": "ue8m0",
                                         "weight_block_size": [32, 32], "activation_scheme": "dynamic",
                                         "quant_method": text.pop("weight_dtype")}
@@ -224,7 +226,7 @@ REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_hea
 NOT_READ = frozenset({
     "model_type", "dtype", "torch_dtype", "architectures", "auto_map", "transformers_version", "attention_dropout",
     "initializer_range", "use_cache", "dspark_block_size", "dspark_noise_token_id", "dspark_markov_rank",
-    "dspark_n_routed_experts", "dspark_num_experts_per_tok", "image_token_id", "vision_config", "quantization_config"})
+    "dspark_n_routed_experts", "dspark_num_experts_per_tok", "vision_config", "quantization_config"})
 
 FLAT_NAMES = {  # inference/config.json -> released text_config
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "norm_eps": "rms_norm_eps",
@@ -288,7 +290,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         candidate_block_size=4, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
         engram_layer_ids=(0, 1), engram_num_embeddings=(660, 864), engram_vocab_size=100, engram_n_heads=2,
         engram_head_dim=32, engram_compressed_vocab_size=256, num_nextn_predict_layers=0, dspark_target_layer_ids=(),
-        weight_dtype="bf16", expert_dtype="bf16"),
+        weight_dtype="bf16", expert_dtype="bf16", image_token_id=None),
     # released widths in 12 layers, six of encoder and six of decoder, 96 experts, bf16 weights
     "bench": dict(
         num_hidden_layers=12, compress_ratios=(0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1), kv_source_layer_ids=(2, 4, 6),

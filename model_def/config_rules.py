@@ -194,9 +194,9 @@ def sizes_are_not_the_primes(c: V41Config) -> str | None:
 
 
 def pads_outside_the_vocabulary(c: V41Config) -> str | None:
-    names = ("engram_pad_token_id", "pad_token_id", "bos_token_id", "eos_token_id")
-    return first(f"{name} is {getattr(c, name)} of {c.vocab_size}" for name in names
-                 if not 0 <= getattr(c, name) < c.vocab_size)
+    names = ("engram_pad_token_id", "pad_token_id", "bos_token_id", "eos_token_id", "image_token_id")
+    return first(f"{name} is {token} of {c.vocab_size}" for name in names
+                 if (token := getattr(c, name)) is not None and not 0 <= token < c.vocab_size)
 
 
 def compresses_to_more(c: V41Config) -> str | None:

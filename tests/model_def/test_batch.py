@@ -131,6 +131,21 @@ def test_one_row_of_logits_a_chunk_unless_all_are_asked_for() -> None:
     assert batch.host.logits == ((0, 4), (2, 2), (2, 3), (2, 4), (3, 8))
 
 
+def test_the_look_back_goes_across_chunks_and_hits_and_sees_no_image() -> None:
+    config = TINY.replace(image_token_id=9)
+    ids = [3, 4, 5, 9, 9, 6, 7, *[1] * 25]
+    cache = Cache.zeros(config, 3, 32)
+    chunks = [Chunk(ids, 1, 0, 8), Chunk(ids, 6, 1, 7), Chunk(ids, 4, 2, hit=20)]
+    batch = build_batch(config, cache, chunks)
+    assert batch.tokens.tolist() == [*ids[1:8], 7, *ids[4:]]
+    by_position = {2: [5, 4, 3, -1], 3: [-1, 5, 4, 3], 5: [6, -1, -1, 5], 6: [7, 6, -1, -1], 7: [1, 7, 6, -1]}
+    for p, expected in by_position.items():
+        assert batch.lookback[p - 1].tolist() == expected, p
+    assert batch.lookback[7].tolist() == by_position[6] and batch.lookback[8:12].tolist() == [
+        [-1, -1, 5, 4], by_position[5], by_position[6], by_position[7]]  # fmt: skip
+    assert build_batch(TINY, cache, chunks).lookback[2].tolist() == [9, 5, 4, 3]  # where nothing stands for an image
+
+
 FLOORS = {  # switch, start, stop, hit, every logit -> floors of the rows; W is 16
     ("off", 0, 60, 0, False): (0, 0),
     ("after_source", 0, 60, 0, False): (0, 44),

@@ -169,7 +169,7 @@ def flat_file(config: V41Config) -> dict[str, Any]:
     not_there = {"rope_scaling", "swa_bounded_replay", "num_key_value_heads", "max_position_embeddings"}
     values = {flat_of.get(f.name, f.name): getattr(config, f.name) for f in fields(config) if f.name not in not_there}
     return {**values, "original_seq_len": 65536, "rope_factor": 16, "beta_fast": 32, "beta_slow": 1,
-            "vision_dim": 1024, "image_token_id": 129264}
+            "vision_dim": 1024}
 
 
 def test_reads_the_flat_names(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def configs(draw: st.DrawFn, max_layers: int = 8, **fixed: Any) -> V41Config:
     sizes = dict(vocab_size=64, hidden_size=draw(st.sampled_from((32, 64))), moe_intermediate_size=32,
                  n_routed_experts=experts, num_experts_per_tok=draw(st.integers(1, experts)),
                  hc_mult=draw(st.sampled_from((1, 2, 4))), hc_sinkhorn_iters=draw(st.sampled_from((1, 3, 20))),
-                 num_nextn_predict_layers=0, weight_dtype=draw(st.sampled_from(("bf16", "fp8"))),
+                 num_nextn_predict_layers=0, image_token_id=draw(st.sampled_from((None, 63))),
+                 weight_dtype=draw(st.sampled_from(("bf16", "fp8"))),
                  expert_dtype=draw(st.sampled_from(("bf16", "fp4"))))
     tables = draw(table_sizes(len(plan["engram_layer_ids"])))
     return V41Config(**{**plan, **draw(attention_sizes()), **sizes, **tables, **fixed})
