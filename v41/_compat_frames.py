@@ -1,4 +1,4 @@
-"""Which functions Dynamo gave up: it keeps a record of every attempt to compile one, and no backend is told."""
+"""Which functions Dynamo gave up or cut: it keeps a record of every attempt to compile one, and no backend is told."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ class GivenUp:
     def __call__(self) -> list[str]:
         seen, self._seen = {id(each) for each in self._seen}, attempts()  # kept, so an id stays its own
         return [line_of(each) for each in self._seen if id(each) not in seen and runs_as_python(each)]
+
+
+def is_cut(gm: Any) -> bool:
+    """Whether a Dynamo graph is a part of its function: the one before a graph break, or one behind it."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    resumed = [frame.name.startswith("torch_dynamo_resume_in") for frame in getattr(reason, "user_stack", None) or ()]
+    return bool(getattr(reason, "graph_break", False)) or any(resumed)
 
 
 def attempts() -> list[Any]:

@@ -25,11 +25,13 @@ from v41._compat import (
     outputs_rebuilt_from_inputs,
     outside_of_tracing,
     real_tensors,
+    shape_ids,
     times_compiled_before,
 )
+from v41._compat_frames import is_cut
 from v41._compat_trace import functional_aten
 from v41.artifact_cache import open_cache
-from v41.errors import CodegenHasNoDevice, GradientsRequested
+from v41.errors import CodegenHasNoDevice, GradientsRequested, UnknownBuckets
 from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
 from v41.passes.check_plan import check_plan
@@ -78,6 +80,7 @@ def v41(
     """The backend that `torch.compile(model, backend="v41", options={...})` calls. See v41.options for the options."""
     parsed = parse(options, mode)
     refuse_gradients(gm, example_inputs)
+    refuse_unknown_buckets(gm, parsed.buckets or {})
     device = device_of(example_inputs)
     report = CompileReport(graph_break=graph_break(gm), recompiles=times_compiled_before())
     cache = open_cache(gm, parsed, [(each.name, each.run) for each in PIPELINE], device)
@@ -177,6 +180,19 @@ def in_buckets(plan: Plan, given: Mapping[str, Sequence[int]]) -> Plan:
     names, own = dict.fromkeys(plan.sizes.values()), Buckets()
     ladders = {name: tuple(given[name]) if name in given else own.ladder(name) for name in names}
     return replace(plan, buckets={name: rungs for name, rungs in ladders.items() if rungs}, whole=own.whole)
+
+
+def refuse_unknown_buckets(gm: GraphModule, given: Iterable[str]) -> None:
+    """Raises where `given` names no size of the program, of a Batch or of an input. Of a function that is cut into
+    graphs, it may be a size of another one."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    marked = sorted({*shape_ids([node.meta.get("example_value") for node in inputs]).values()})
+    named = {input_name(node) for node in inputs}
+    for size in given:
+        may_be = size in marked or Buckets().ladder(size) or {size, size.rpartition(".")[0]} & named
+        if not may_be and not is_cut(gm):
+            known = (*marked, "rows", "requests", "logits", "longest", "blocks of ratio N", "INPUT.AXIS")
+            raise UnknownBuckets("torch.compile(options=...)", size=size, known=", ".join(dict.fromkeys(known)))
 
 
 def graphs_of(device: torch.device, capture: str) -> tuple[Graphs | None, str]:

@@ -27,6 +27,13 @@ class InvalidOptionValue(V41Error):
     fix = "use {allowed}"
 
 
+class UnknownBuckets(V41Error):
+    """facts: size, known (as text)."""
+
+    found = "buckets are given for {size!r}, and the program has no such size"
+    fix = "use one of: {known}"
+
+
 class NoSuchDevice(V41Error):
     """facts: device, problem."""
 

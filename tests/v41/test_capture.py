@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.exc import BackendCompilerFailed
 
 import v41
 from tests.cpu_graphs import CpuGraphs, record_captures
 from tests.v41.test_model import small
-from v41.errors import InvalidOptionValue
+from v41.errors import InvalidOptionValue, UnknownBuckets
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
@@ -85,7 +86,6 @@ def test_steps_in_buckets_are_graphs_and_have_eagers_bits(recorder: list[CpuGrap
 
 OVERLAPPING: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
     "the other is returned": (lambda x, y: (x.add_(1), y)[1], lambda base: (base[:6], base[2:])),
-    "a view of each is returned": (lambda x, y: (y.add_(1), x.t(), y.flatten())[1:], lambda base: (base, base[3:])),
     "both are returned, and a view": (lambda x, y: (x.add_(1), x.view(-1), y), lambda base: (base[:6], base[2:])),
     "both are written": (lambda x, y: (x.add_(1), y.mul_(2)), lambda base: (base, base[3:])),
 }
@@ -123,6 +123,28 @@ def test_buckets_of_the_options_go_before_the_models_own(recorder: list[CpuGraph
     log = reports[0].captures
     assert log is not None and log.captured == ["rows=3 blocks of ratio 1=1"]
     assert log.uncaptured == {"rows=4 is in no bucket": 3}
+
+
+def test_buckets_of_a_size_that_is_none_are_refused() -> None:
+    def compiled(fn: Callable[..., Any], size: str, x: Tensor, **more: Any) -> Any:
+        torch.compiler.reset()
+        mark_unbacked(x, 0, shape_id="tokens")
+        return torch.compile(fn, backend="v41", options={"buckets": {size: (1, 2)}}, **more)(x)
+
+    for size in ("tokens", "rows", "blocks of ratio 4", "x.1", "x"):  # a dimension may be a number in the first compile
+        assert torch.equal(compiled(lambda x: x.sin(), size, torch.zeros(2, 3)), torch.zeros(2, 3))
+    for size in ("nosuch", "token", "y.0", "blocks"):
+        with pytest.raises(BackendCompilerFailed) as found:
+            compiled(lambda x: x + 1, size, torch.zeros(2, 3))
+        error = found.value.inner_exception
+        assert isinstance(error, UnknownBuckets) and error.facts["size"] == size
+        assert error.facts["known"].startswith("tokens, rows, ")
+
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x * 2
+
+    assert torch.equal(compiled(lambda x: broken(x + 1), "total", torch.zeros(2, 3)), torch.full((2, 3), 2.0))
 
 
 @pytest.mark.parametrize("given", [{"rows": (2, 1)}, {"rows": ()}, {"rows": 4}, {1: (1, 2)}, [1, 2], {"rows": (1.0,)}])
