@@ -2,9 +2,9 @@
 
     before   piece: rows of fp32 and bf16 in, regions, rows out        after   one launch; inputs checked at the border
 
-The kernel's inputs are what the trace promised (dtype, shape, strides: piece_inputs.py); outputs have the strides that
-the trace gave them, since the pieces behind were compiled for those. What has another layout is refused, not copied.
-Only inputs that lie in memory as a view would (an expanded coefficient, a slice) are made contiguous at the launch.
+The kernel's inputs are what the trace promised (dtype, shape, strides: piece_inputs.py), views included; outputs have
+the strides that the trace gave them, since the pieces behind were compiled for those. What has another layout is
+refused, not copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, device
 from torch.fx import GraphModule, Node
 
 from v41.lowering.piece_inputs import checker
-from v41.lowering.rowwise import GeneratedKernel, Unsupported, generate
+from v41.lowering.rowwise import Kernel, Unsupported, generate
 
 DEVICES = ("cuda",)  # types that Triton compiles for here
 
@@ -26,7 +26,7 @@ DEVICES = ("cuda",)  # types that Triton compiles for here
 class GeneratedPiece:
     """What a piece runs: called with its inputs in order, it returns the outputs as a tuple."""
 
-    kernel: GeneratedKernel
+    kernel: Kernel
     check: Any
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:

@@ -84,6 +84,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     boundary.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
     boundary.add_argument("--budget", type=float, default=420, help="seconds after which no contender starts (420)")
     boundary.add_argument("--workers", type=positive, default=12, help="processes that compile schedules (12)")
+    add_rowwise(rowwise := cases.add_parser("rowwise", help="kernels of the row-wise work between products, likewise"))
     agreement = cases.add_parser("agreement", help="whole models against eager, every codegen, beside an fp64 run")
     add_reading(agreement)
     add_codegens(agreement)
@@ -91,8 +92,21 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_codegens(capacity)
     program = cases.add_parser("program", help="whole steps: v41 against eager and the modes of torch.compile")
     add_program(program)
-    for case in (boundary, agreement, capacity, program):
+    for case in (boundary, rowwise, agreement, capacity, program):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
+
+
+def add_rowwise(command: argparse.ArgumentParser) -> None:
+    modes = "bench: times (the default); check: values, bits and races; tune: times of many ways to spread rows"
+    command.add_argument("mode", nargs="?", choices=("bench", "check", "tune"), default="bench", help=modes)
+    rows, names = [1, 16, 64, 256, 4096], ["generated", "eager", "compile", "max-autotune"]
+    known = ["norm", "norm_quantise", "norm_rope_fp8", "norm_rope_fp4", "norm_rope_mxfp4", "swiglu_quantise",
+             "stream_gate", "collapse_norm", "pooled", "router"]  # fmt: skip
+    command.add_argument("--cases", choices=known, nargs="+", default=known, metavar="NAME", help=f"({spaced(known)})")
+    command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
+    command.add_argument("--contenders", choices=[*names, "held", "passes"], nargs="+", default=names, metavar="NAME",
+                         help=f"{spaced(names)} (these), held, passes: the two kinds of kernel")  # fmt: skip
+    command.add_argument("--budget", type=float, default=380, help="seconds after which nothing starts (380)")
 
 
 def add_codegens(command: argparse.ArgumentParser) -> None:

@@ -1,29 +1,38 @@
 """rowwise: any region whose nodes work on each row by itself becomes one Triton kernel, or is refused with the reason.
 
-    generate(body)  read -> fuse -> assign_phases -> emit       a GeneratedKernel, or Unsupported
+    generate(body)     rows that fit a program's registers     held/: read -> emit                 a HeldKernel
+                       long ones, in passes over chunks        read -> fuse -> phases -> emit      a GeneratedKernel
+                       what neither can read                                                       Unsupported
 
-A compiler, not a shelf of kernels: it sees shapes and ops. What it can read is in read.py; what it makes of it in
-emit.py.
+A compiler, not a shelf of kernels: it sees shapes and ops. What it can read is in the two read.py; what it makes of it
+in the two emit.py.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from torch.fx import GraphModule
 
 from v41.lowering.rowwise.emit import Emitter
+from v41.lowering.rowwise.expr import reachable
 from v41.lowering.rowwise.fuse import fuse
-from v41.lowering.rowwise.header import header
-from v41.lowering.rowwise.launch import GeneratedKernel
+from v41.lowering.rowwise.header import header, header_of_held
+from v41.lowering.rowwise.held import emit as held_emit
+from v41.lowering.rowwise.held import read as held_read
+from v41.lowering.rowwise.held.launch import HeldKernel, front_facts
+from v41.lowering.rowwise.launch import GeneratedKernel, Kernel
 from v41.lowering.rowwise.phases import assign_phases
-from v41.lowering.rowwise.read import NotRowwise, read
+from v41.lowering.rowwise.read import NotRowwise, read, row_shapes
 from v41.lowering.rowwise.schedule import Schedule, schedules
 
-__all__ = ["GeneratedKernel", "Schedule", "Unsupported", "generate"]
+__all__ = ["GeneratedKernel", "HeldKernel", "Kernel", "Schedule", "Unsupported", "generate", "hold", "pass_over"]
 
 BLOCK = 64  # columns of a chunk: fixed, since the order of every sum follows from it
+LONG = 10_240  # elements of a row's largest tensor, above which programs share the row
 
 
 @dataclass(frozen=True)
@@ -36,17 +45,37 @@ class Unsupported:
     reason: str
 
 
-def generate(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> GeneratedKernel | Unsupported:
-    """The kernel of `body`, whose text is called `name` and a hash of what it computes."""
-    try:
-        program = read(body)
-    except NotRowwise as refusal:
-        return Unsupported(refusal.node.name, str(refusal.node.target), refusal.reason)
+def generate(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> Kernel | Unsupported:
+    """The kernel of `body`, whose text is called `name` and a hash of what it computes. Rows that are short are held,
+    long ones passed over; where that way refuses, the other is asked, and the refusal is that of the first."""
+    long = max((np.prod(shape[1:], dtype=np.int64) for shape in row_shapes(body)), default=0) > LONG
+    ways: list[Callable[[], Kernel]] = [lambda: hold(body, name), lambda: pass_over(body, name, block)]
+    refusals = []
+    for way in reversed(ways) if long else ways:
+        try:
+            return way()
+        except NotRowwise as refusal:
+            refusals.append(refusal)
+    first = refusals[0]
+    return Unsupported(first.node.name, str(first.node.target), first.reason)
+
+
+def hold(body: GraphModule, name: str = "rowwise") -> HeldKernel:
+    """The kernel in which programs hold whole rows, or NotRowwise."""
+    kept = held_read.read(body)
+    full = f"{name}_{digest(held_emit.text(kept, 'kernel'))}"
+    order = reachable([store.value for store in kept.stores], kept.builder.order)
+    elements = max((int(np.prod([lane.padded for lane in expr.lanes])) for expr in order), default=1)
+    source = header_of_held(full, body, kept, elements) + held_emit.text(kept, full)
+    return HeldKernel(full, source, kept.inputs, kept.outputs, elements, front_facts(kept.front))
+
+
+def pass_over(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> GeneratedKernel:
+    """The kernel that passes over chunks of its rows, or NotRowwise."""
+    program = read(body)
     phases = assign_phases(fuse(program))
+    full = f"{name}_{digest(Emitter(phases, block).kernel('kernel'))}"
     emitter = Emitter(phases, block)
-    digest = hashlib.sha256(emitter.kernel("kernel").encode()).hexdigest()[:6]
-    emitter = Emitter(phases, block)
-    full = f"{name}_{digest}"
     return GeneratedKernel(
         full,
         header(full, body, program, phases, block) + emitter.kernel(full),
@@ -60,3 +89,7 @@ def generate(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> Ge
         emitter.shareable,
         schedules(emitter.runs, emitter.run, program.axes.width),
     )
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]

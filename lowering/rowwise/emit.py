@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
+from v41.lowering.rowwise.dots import dot_lines
 from v41.lowering.rowwise.elementwise import TEXT
 from v41.lowering.rowwise.expr import Expr, Weights, reachable
 from v41.lowering.rowwise.names import TRITON, Names, constant
@@ -322,8 +321,7 @@ class Emitter:
         self.say(f"{group.name}_part = tl.where({group.name}_slot == {slot}, {folded}.trans(), {group.name}_part)")
 
     def _term(self, group: Sums, s: int, masked: bool) -> None:
-        """Weights times rows on tensor cores, for part `s` of the row. bf16 rows against fp32 weights: the weight in
-        three bf16 parts, which lose nothing."""
+        """Weights times rows on tensor cores, for part `s` of the row."""
         assert group.project is not None
         weights = group.project.data[0]
         assert isinstance(weights, Weights)
@@ -338,21 +336,7 @@ class Emitter:
         row = f"tl.broadcast_to({self.names[x]}, [ROWS, {self.block}])"
         if masked:
             row = f"tl.where(columns, {row}, 0.0).to({TRITON[x.dtype]})"
-        if x.dtype == weights.dtype != torch.float32:
-            self.say(f"{name} = tl.dot({w}, {row}.trans(), {name})")
-        elif x.dtype == torch.bfloat16:
-            self._dot_in_parts(name, row, w)
-        else:
-            self.say(
-                f'{name} = tl.dot({w}.to(tl.float32), {row}.to(tl.float32).trans(), {name}, input_precision="ieee")'
-            )
-
-    def _dot_in_parts(self, name: str, row: str, w: str) -> None:
-        self.say(f"{w}_hi = {w}.to(tl.bfloat16)", f"{w}_rest = {w} - {w}_hi.to(tl.float32)",
-                 f"{w}_mid = {w}_rest.to(tl.bfloat16)",
-                 f"{w}_lo = ({w}_rest - {w}_mid.to(tl.float32)).to(tl.bfloat16)")  # fmt: skip
-        for part in ("hi", "mid", "lo"):
-            self.say(f"{name} = tl.dot({w}_{part}, {row}.trans(), {name})")
+        self.say(*dot_lines(name, w, weights.dtype, row, x.dtype))
 
     # ---- one expression
 

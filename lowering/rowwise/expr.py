@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ class Expr:
     wide: bool
     name: str
     data: tuple[object, ...] = ()
+    lanes: frozenset[Any] = frozenset()  # axes of its tile, where rows are held whole (held/index.py)
 
 
 class Builder:
@@ -38,12 +40,21 @@ class Builder:
         self.order: list[Expr] = []
         self._seen: dict[tuple[object, ...], Expr] = {}
 
-    def make(self, op: str, args: tuple[Expr, ...], dtype: torch.dtype, *data: object, **varies: bool) -> Expr:
+    def make(
+        self,
+        op: str,
+        args: tuple[Expr, ...],
+        dtype: torch.dtype,
+        *data: object,
+        lanes: frozenset[Any] | None = None,
+        **varies: bool,
+    ) -> Expr:
         key = (op, *map(id, args), dtype, *map(repr, data))  # by repr, since 0.0 == -0.0
         if key not in self._seen:
             row = varies.get("row", any(arg.row for arg in args))
             wide = varies.get("wide", any(arg.wide for arg in args))
-            self._seen[key] = Expr(op, args, dtype, row, wide, self.name, data)
+            lanes = frozenset[Any]().union(*(arg.lanes for arg in args)) if lanes is None else lanes
+            self._seen[key] = Expr(op, args, dtype, row, wide, self.name, data, lanes)
             self.order.append(self._seen[key])
         return self._seen[key]
 

@@ -39,26 +39,19 @@ class Call:
     arguments: list[Any]
     options: dict[str, Any]
     outputs: tuple[Tensor, ...]
+    counters: Tensor | None = None  # of arrivals, among the arguments
 
 
 @dataclass
-class GeneratedKernel:
-    """`source` is a Python file; the kernel in it is called `name`. `schedules` is ascending by rows: see
-    `schedule_for`."""
+class Kernel:
+    """`source` is a Python file; the kernel in it is called `name`."""
 
     name: str
     source: str
     inputs: list[Described | None]  # None: a number that the kernel does not need
     outputs: list[Described]
-    scratch: list[tuple[torch.dtype, int]]  # dtype and elements a row of every spilled tile
-    partial_width: int
-    total_width: int
-    runs: tuple[int, int]  # a row is so many runs of so many chunks
-    width: int
-    shareable: bool  # whether programs may share the columns of its later passes
-    schedules: tuple[tuple[int, Schedule], ...]
-    _function: Any = None
-    _arrivals: Arrivals = field(default_factory=lambda: Arrivals({}, {}))
+    _function: Any = field(default=None, kw_only=True)
+    _arrivals: Arrivals = field(default_factory=lambda: Arrivals({}, {}), kw_only=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs: not the module that was loaded, nor counters on a device."""
@@ -86,11 +79,7 @@ class GeneratedKernel:
             self._function = getattr(module, self.name)
         return self._function
 
-    def schedule_for(self, rows: int) -> Schedule:
-        """The schedule of the first bucket that holds `rows`."""
-        return next((schedule for most, schedule in self.schedules if rows <= most), self.schedules[-1][1])
-
-    def launch(self, *tensors: Any, schedule: Schedule | None = None) -> tuple[Tensor, ...]:
+    def launch(self, *tensors: Any, schedule: Any = None) -> tuple[Tensor, ...]:
         """The body's outputs. `schedule` overrides the choice by rows."""
         call = self.prepare(tensors, schedule)
         self.run(call)
@@ -102,10 +91,43 @@ class GeneratedKernel:
             self.function[grid](*call.arguments, **constants, **call.options) for grid, constants in call.launches
         ]
 
-    def prepare(self, tensors: Sequence[Any], schedule: Schedule | None = None) -> Call:
+    def prepare(self, tensors: Sequence[Any], schedule: Any = None) -> Call:
         """The launch for `tensors`, outputs and scratch allocated."""
+        raise NotImplementedError
+
+    def given(self, tensors: Sequence[Any]) -> tuple[list[Tensor], int, torch.device]:
+        """The inputs that the kernel reads, the number of rows, and where they are."""
         pairs = [(tensor, what) for tensor, what in zip(tensors, self.inputs, strict=True) if what is not None]
         rows, device = next((tensor.shape[0], tensor.device) for tensor, what in pairs if what.per_row)
+        return [tensor for tensor, _ in pairs], rows, device
+
+    def results(self, rows: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Memory for the outputs."""
+        return tuple(
+            torch.empty([rows if size is None else size for size in what.shape], dtype=what.dtype, device=device)
+            for what in self.outputs
+        )
+
+
+@dataclass
+class GeneratedKernel(Kernel):
+    """A kernel that passes over chunks of its rows. `schedules` is ascending by rows: see `schedule_for`."""
+
+    scratch: list[tuple[torch.dtype, int]]  # dtype and elements a row of every spilled tile
+    partial_width: int
+    total_width: int
+    runs: tuple[int, int]  # a row is so many runs of so many chunks
+    width: int
+    shareable: bool  # whether programs may share the columns of its later passes
+    schedules: tuple[tuple[int, Schedule], ...]
+
+    def schedule_for(self, rows: int) -> Schedule:
+        """The schedule of the first bucket that holds `rows`."""
+        return next((schedule for most, schedule in self.schedules if rows <= most), self.schedules[-1][1])
+
+    def prepare(self, tensors: Sequence[Any], schedule: Schedule | None = None) -> Call:
+        """The launch for `tensors`, outputs and scratch allocated."""
+        read, rows, device = self.given(tensors)
         chosen = self.schedule_for(rows) if schedule is None else fit(schedule, *self.runs, self.width)
         if chosen.stages > 2 and shared_memory(device) < DEEP:
             chosen = replace(chosen, stages=2)
@@ -115,18 +137,14 @@ class GeneratedKernel:
         def empty(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(count, dtype=dtype, device=device)
 
-        outputs = tuple(
-            torch.empty([rows if size is None else size for size in what.shape], dtype=what.dtype, device=device)
-            for what in self.outputs
-        )
+        outputs = self.results(rows, device)
         scratch = [empty(rows * width, dtype) for dtype, width in self.scratch]
         partials = empty(tiles * kept * self.partial_width * chosen.rows)
         totals = empty(tiles * self.total_width * chosen.rows)
         counters = self._arrivals.on(device, tiles)
-        given = [tensor.contiguous() for tensor, _ in pairs]
         limit = {"maxnreg": chosen.registers} if chosen.registers else {}
-        return Call(self._launches(tiles, chosen), [*given, *outputs, *scratch, partials, totals, counters, rows],
-                    {"num_warps": chosen.warps, "enable_fp_fusion": False, **limit}, outputs)  # fmt: skip
+        return Call(self._launches(tiles, chosen), [*read, *outputs, *scratch, partials, totals, counters, rows],
+                    {"num_warps": chosen.warps, "enable_fp_fusion": False, **limit}, outputs, counters)  # fmt: skip
 
     def _launches(self, tiles: int, chosen: Schedule) -> list[tuple[tuple[int, int], dict[str, int]]]:
         """Everything at once, or the first phase and then what is later; nothing for no rows."""

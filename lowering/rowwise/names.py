@@ -14,11 +14,21 @@ TRITON = {
     torch.bfloat16: "tl.bfloat16",
     torch.float16: "tl.float16",
     torch.bool: "tl.int1",
+    torch.int8: "tl.int8",
+    torch.int16: "tl.int16",
+    torch.int32: "tl.int32",
+    torch.int64: "tl.int64",
+    torch.uint8: "tl.uint8",
+    torch.float8_e4m3fn: "tl.float8e4nv",
+    torch.float8_e5m2: "tl.float8e5",
 }
-SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.bool: "bool"}
+SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.bool: "bool", torch.int8: "i8",
+         torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+         torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}  # fmt: skip
 LONG = {"convert_element_type": "cast", "split_with_sizes": "split"}  # nodes whose names say more than they need
 RESERVED = {"tl", "triton", "libdevice", "T", "tile", "part", "row", "lane", "live", "cols", "chunk", "step", "last",
-            "arrived", "columns", "partials", "counters", "scratch"}  # fmt: skip
+            "arrived", "columns", "partials", "counters", "scratch", "first", "sub", "inside", "block", "sums", "total",
+            "column", "depth", "across", "turn", "place"}  # fmt: skip
 
 
 class Names:

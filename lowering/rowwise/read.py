@@ -32,11 +32,13 @@ WIDE_FROM = 33  # a shorter trailing axis is spelled out
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output: its name in the kernel, dtype, dimensions (None for the row axis) and elements a row."""
+    """An input or output: its name in the kernel, dtype, dimensions (None for the row axis) and steps between
+    elements."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int | None, ...]
+    steps: tuple[int, ...]
 
     @property
     def per_row(self) -> bool:
@@ -44,11 +46,12 @@ class Tensor:
 
     @property
     def stride(self) -> int:
-        """Elements of one row; 0 for a tensor that all rows share."""
-        return self.elements if self.per_row else 0
+        """From one row to the next; 0 for a tensor that all rows share."""
+        return self.steps[0] if self.per_row else 0
 
     @property
     def elements(self) -> int:
+        """Of a row."""
         return int(np.prod([size for size in self.shape if size is not None], dtype=np.int64))
 
 
@@ -85,7 +88,7 @@ def read(body: GraphModule) -> Program:
         if not isinstance(value, Value) or value.dims[:1] != ((ROW,),):
             raise NotRowwise(body.graph.output_node(), f"has no row axis in output {index}")
         _same_rows(program, node, node.meta["val"].shape[0])
-        program.outputs.append((_tensor(f"out_{index}", node), value))
+        program.outputs.append((described(f"out_{index}", node), value))
     return program
 
 
@@ -99,17 +102,26 @@ def outputs_of(body: GraphModule) -> list[Any]:
 def _wide_size(body: GraphModule) -> int:
     """The last dimension of the largest input or output that has rows: what is spread over lanes; 0 if all are
     short."""
-    outputs = outputs_of(body)
-    nodes = [n for n in body.graph.nodes if n.op == "placeholder"] + [n for n in outputs if isinstance(n, Node)]
-    shapes = [tuple(n.meta["val"].shape) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    rows = [shape for shape in shapes if shape and not isinstance(shape[0], int)]
+    rows = row_shapes(body)
     largest = max(rows, key=lambda shape: np.prod(shape[1:], dtype=np.int64), default=())
     return largest[-1] if len(largest) > 1 and largest[-1] >= WIDE_FROM else 0
 
 
-def _tensor(name: str, node: Node) -> Tensor:
+def row_shapes(body: GraphModule) -> list[tuple[Any, ...]]:
+    """The shapes of inputs and outputs that have rows."""
+    nodes = [n for n in body.graph.nodes if n.op == "placeholder"]
+    nodes += [n for n in outputs_of(body) if isinstance(n, Node)]
+    shapes = [tuple(n.meta["val"].shape) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return [shape for shape in shapes if shape and not isinstance(shape[0], int)]
+
+
+def described(name: str, node: Node) -> Tensor:
+    """The Tensor that a node of the body is."""
     meta = node.meta["val"]
-    return Tensor(name, meta.dtype, tuple(size if isinstance(size, int) else None for size in meta.shape))
+    if not all(isinstance(step, int) for step in meta.stride()):
+        raise NotRowwise(node, "lies in memory with a symbolic stride")
+    shape = tuple(size if isinstance(size, int) else None for size in meta.shape)
+    return Tensor(name, meta.dtype, shape, tuple(meta.stride()))
 
 
 def _input(program: Program, index: int, node: Node) -> Any:
@@ -117,7 +129,7 @@ def _input(program: Program, index: int, node: Node) -> Any:
     if not isinstance(meta, torch.Tensor):
         program.inputs.append(None)
         return meta
-    tensor = _tensor(node.name, node)
+    tensor = described(node.name, node)
     if None in tensor.shape[1:]:
         raise NotRowwise(node, "has a symbolic size beyond its first axis")
     if meta.dtype not in FLOATS:
@@ -148,16 +160,24 @@ def _elements(program: Program, source: int, tensor: Tensor, shape: tuple[Any, .
     if factors.count(WIDE) > 1:
         raise Refused("has the wide axis twice")
     full = [axes.width if factor == WIDE else max(factor, 1) for factor in factors]
-    offsets = np.arange(tensor.elements).reshape(full)
+    offsets = _offsets(tensor).reshape(full)
     column = 0
     if WIDE in factors:
         at = factors.index(WIDE)
-        column = int(np.prod(full[at + 1 :], dtype=np.int64))
+        column = int(np.diff(offsets.take([0, 1], axis=at), axis=at).flat[0])
         offsets = offsets.take([0], axis=at)
     loads = np.empty(offsets.shape, dtype=object)
     for index in np.ndindex(loads.shape):
         loads[index] = program.builder.load(source, tensor.dtype, tensor.stride, int(offsets[index]), column)
     return axes.value(dims, loads, tensor.dtype)
+
+
+def _offsets(tensor: Tensor) -> np.ndarray:
+    """Where each element of a row lies."""
+    sizes = [1 if size is None else size for size in tensor.shape]
+    steps = [0 if size is None else step for size, step in zip(tensor.shape, tensor.steps, strict=True)]
+    grids = np.indices(sizes).reshape(len(sizes), -1)
+    return np.array(steps, dtype=np.int64) @ grids if sizes else np.zeros(1, dtype=np.int64)
 
 
 def _run(program: Program, body: GraphModule, arguments: list[Any]) -> list[Any]:
@@ -207,7 +227,7 @@ def _elementwise(program: Program, node: Node, args: tuple[Any, ...], kwargs: di
     unknown = sorted(kwargs.keys() - {"alpha", "min", "max"})
     if unknown:
         raise Refused(f"calls {node.target} with {unknown[0]}")
-    operands = [i for i, arg in enumerate(args) if _is_operand(arg)]
+    operands = [i for i, arg in enumerate(args) if is_operand(arg)]
     values = dict(zip(operands, broadcast(program.axes, [_as_value(program, args[i]) for i in operands]), strict=True))
     first = values[operands[0]]
     if node.target in DIVISIONS and _is_shared(values[1]) and not any(item.wide for item in values[0].items()):
@@ -226,7 +246,8 @@ def _is_shared(divisors: Value) -> bool:
     return len(set(divisors.items())) < len(divisors.items())
 
 
-def _is_operand(arg: Any) -> bool:
+def is_operand(arg: Any) -> bool:
+    """Whether an elementwise op computes with `arg`, which is not a flag."""
     return isinstance(arg, (Value, int, float)) and not isinstance(arg, bool)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from v41.errors import BenchNeedsGPU
-from v41.lowering.rowwise import GeneratedKernel, Unsupported, generate
+from v41.lowering.rowwise import GeneratedKernel, pass_over
 from v41.tools.bench import seam, timing
 from v41.tools.bench.tuning import tune
 
@@ -33,10 +33,7 @@ COPY_BYTES_A_US = 4.2e6
 
 
 def kernel_of() -> GeneratedKernel:
-    generated = generate(seam.capture(), "boundary")
-    if isinstance(generated, Unsupported):
-        raise SystemExit(f"the boundary is refused because it {generated.reason}, at {generated.node}")
-    return generated
+    return pass_over(seam.capture(), "boundary")
 
 
 def input_sets(rows: int) -> list[tuple[Tensor, ...]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from v41.lowering.rowwise import BLOCK, GeneratedKernel, Schedule, generate
+from v41.lowering.rowwise import BLOCK, GeneratedKernel, Schedule, pass_over
 from v41.tools.bench import seam, timing
 
 Candidate = tuple[int, Schedule]  # rows, schedule
@@ -61,9 +61,7 @@ def tune(rows_list: Sequence[int], workers: int, budget: float) -> list[dict[str
 
 @cache
 def _kernel() -> GeneratedKernel:
-    kernel = generate(seam.capture(), "boundary")
-    assert isinstance(kernel, GeneratedKernel)
-    return kernel
+    return pass_over(seam.capture(), "boundary")
 
 
 def _compile(todo: Sequence[Candidate], workers: int, deadline: float) -> dict[Candidate, dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from v41.lowering.cross_compile import Facts, Request, compile_for
-from v41.lowering.rowwise import GeneratedKernel, generate
+from v41.lowering.rowwise import GeneratedKernel, pass_over
 from v41.lowering.rowwise.schedule import LATER
 from v41.tools.bench import seam
 
@@ -35,9 +35,7 @@ def requests(kernel: GeneratedKernel, inputs: tuple[torch.Tensor, ...], rows: li
 
 @pytest.fixture(scope="module")
 def kernel() -> GeneratedKernel:
-    generated = generate(seam.capture(), "boundary")
-    assert isinstance(generated, GeneratedKernel)
-    return generated
+    return pass_over(seam.capture(), "boundary")
 
 
 def test_boundary_compiles_with_hardly_a_spill(

@@ -1,0 +1,87 @@
+"""launch: a kernel that holds whole rows, as a callable; see launch.py one folder up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from v41.lowering.rowwise.held.products import Front
+from v41.lowering.rowwise.launch import Call, Kernel
+from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
+
+CROWD = 1024  # programs at least, before one takes more than one row
+TILE_ELEMENTS, A_THREAD = 256, 16  # elements of a program's tile that several rows may fill; and for each thread
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How rows are spread: `rows` a program. A product in front: `tile` rows and `columns` results a program, `group`
+    runs of its terms (all of them, if it has fewer), `split` in two launches."""
+
+    rows: int
+    warps: int
+    tile: int = 16
+    columns: int = 64
+    group: int = 1
+    stages: int = 2
+    split: bool = False
+
+
+FRONTS = (  # most rows, schedule; warps are those of wgmma, whose order of sums all share
+    (1, Spread(1, 4, 16, 64, 1)),
+    (16, Spread(1, 4, 16, 64, 1, split=True)),
+    (64, Spread(1, 4, 64, 64, 2, split=True)),
+    (256, Spread(1, 4, 64, 64, 4, split=True)),
+    (1 << 62, Spread(2, 4, 128, 64, 16, 3, split=True)),
+)
+
+
+@dataclass
+class HeldKernel(Kernel):
+    """`elements`: of the largest tile of one row."""
+
+    elements: int
+    front: tuple[int, int, int, int] | None  # columns, their stride in memory, runs, and chunks a run, of a product
+
+    def schedule_for(self, rows: int) -> Spread:
+        """Rows by themselves while there are few, as many as a program holds where there are many."""
+        if self.front is not None:
+            return next(schedule for most, schedule in FRONTS if rows <= most)
+        count = 1
+        while count * 2 * self.elements <= TILE_ELEMENTS and rows >= 2 * count * CROWD:
+            count *= 2
+        warps = max(1, min(8, count * self.elements // (32 * A_THREAD)))
+        return Spread(count, warps)
+
+    def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
+        read, rows, device = self.given(tensors)
+        chosen = self.schedule_for(rows) if schedule is None else schedule
+        outputs = self.results(rows, device)
+        options = {"num_warps": chosen.warps, "enable_fp_fusion": False}
+        if self.front is None:
+            launches = [((-(-rows // chosen.rows), 1), {"ROWS": chosen.rows})] * bool(rows)
+            return Call(launches, [*read, *outputs, rows], options, outputs)
+        columns, stride, count, _ = self.front
+        group = max(n for n in range(1, count + 1) if n <= chosen.group and count % n == 0)
+        kept = 1 if group == count else count
+        tiles = -(-rows // chosen.tile)
+        step = tiles * chosen.tile * stride
+        parts = count // group * -(-columns // chosen.columns)
+        partials = torch.empty(kept * step, dtype=torch.float32, device=device)
+        constants = {"ROWS": min(chosen.rows, chosen.tile), "TILE": chosen.tile, "COLUMNS": chosen.columns,
+                     "GROUP": group, "KEPT": kept, "PARTS": parts, "STAGES": chosen.stages}  # fmt: skip
+        steps = ((FIRST, tiles, parts), (LATER, -(-rows // constants["ROWS"]), 1)) if chosen.split else (
+            (ALL, tiles, parts),)  # fmt: skip
+        launches = [((wide, deep), {**constants, "STEP": step}) for step, wide, deep in steps if rows]
+        counters = self._arrivals.on(device, tiles)
+        return Call(launches, [*read, *outputs, partials, counters, step, rows], options, outputs, counters)
+
+
+def front_facts(front: Front | None) -> tuple[int, int, int, int] | None:
+    """What a launch needs to know of a product in front."""
+    if front is None:
+        return None
+    return front.columns, front.stride, *runs(front.depth // front.block)

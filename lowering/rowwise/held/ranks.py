@@ -1,0 +1,97 @@
+"""ranks: the top k of an axis, found one after the other, the lower index first among equals.
+
+Ranked are integers: floats as bits in their order, NaN above all. Keys that nobody has twice (a number shifted up, the
+index below) tell their index themselves, and are found with half the work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import ops
+
+from v41.lowering.rowwise.axes import Refused
+from v41.lowering.rowwise.expr import Builder, Expr
+from v41.lowering.rowwise.held.folds import over_lanes
+from v41.lowering.rowwise.held.index import Index, Lane
+from v41.lowering.rowwise.held.values import Held, Indices, Lazy
+
+MOST = 32  # picks
+
+
+def topk(held: Held, meta: Any, x: Lazy, k: int, dim: int = -1, largest: bool = True, _sorted: bool = True) -> Any:
+    dim %= len(x.shape)
+    size = x.size(dim)
+    if not largest or not 0 < k <= MOST:
+        raise Refused(f"ranks the least, or more than {MOST}")
+    b = held.builder
+    floating = x.dtype.is_floating_point
+
+    def result(what: str, dtype: torch.dtype) -> Lazy:
+        def compute(index: Indices) -> Expr:
+            others = {lane for i, each in enumerate(index) if i != dim for lane in each.lanes()}
+            picks = lane_of(index[dim], k) or next(lane for n in range(64) if (lane := Lane(k, n)) not in others)
+            place = held.axis(size, used := {*others, picks})
+            keys = x.at((*index[:dim], place, *index[dim + 1 :]))
+            keys = b.make("ordered", (b.cast(keys, torch.float32),), torch.int32) if floating else integers(b, keys)
+            found = ranked(b, keys, place, used - others - {picks}, picks, what)
+            if what == "best" and floating:
+                found = b.make("unordered", (found,), torch.float32)
+            return b.cast(pick(held, found, picks, index[dim]), dtype)
+
+        shape = tuple(k if i == dim else each for i, each in enumerate(x.shape))
+        return Lazy(held, shape, dtype, compute)
+
+    return [result("best", x.dtype), result("place", torch.int64)]
+
+
+def lane_of(index: Index, k: int) -> Lane | None:
+    """The lane that `index` is, if it is one of length k."""
+    match index:
+        case Index(((1, Lane() as lane),), 0) if lane.size == k:
+            return lane
+    return None
+
+
+def integers(b: Builder, keys: Expr) -> Expr:
+    return b.cast(keys, torch.int64 if keys.dtype == torch.int64 else torch.int32)
+
+
+def ranked(b: Builder, keys: Expr, place: Index, over: set[Lane], picks: Lane, what: str) -> Expr:
+    """The k best of `keys` along the lanes `over`, in lane `picks`: the "best" themselves, or the "place" of each."""
+    lanes = (keys.lanes - over) | {picks}
+    data = (tuple(sorted(over)), place, picks, tells_place(keys, place))
+    table = b.make("rank", (keys,), keys.dtype, *data, lanes=lanes, wide=True)
+    return b.make("ranked", (table,), keys.dtype if what == "best" else torch.int32, what)
+
+
+def tells_place(keys: Expr, place: Index) -> bool:
+    """Whether keys are unique because an index fills the bits below a shift."""
+    match keys:
+        case Expr(op="add", args=(Expr(op="lshift", args=(_, Expr(op="const", data=(int() as shift,)))), low)):
+            pass
+        case Expr(op="add", args=(low, Expr(op="lshift", args=(_, Expr(op="const", data=(int() as shift,)))))):
+            pass
+        case _:
+            return False
+    if low.op != "index":
+        return False
+    index = low.data[0]
+    assert isinstance(index, Index)
+    signs = {index.terms == tuple((sign * factor, atom) for factor, atom in place.terms) for sign in (1, -1)}
+    return True in signs and index.lowest >= 0 and index.highest < 1 << shift
+
+
+def pick(held: Held, found: Expr, picks: Lane, where: Index) -> Expr:
+    """Of what lies in lane `picks`, what `where` says."""
+    if where == Index(((1, picks),)):
+        return found
+    b = held.builder
+    here = b.apply("eq", held.number(Index(((1, picks),)), torch.int32), held.number(where, torch.int32),
+                   dtype=torch.bool)  # fmt: skip
+    zero = b.const(0.0 if found.dtype.is_floating_point else 0, found.dtype)
+    return over_lanes(b, "add", b.apply("where", here, found, zero, dtype=found.dtype), {picks})
+
+
+RANKS: dict[Any, Any] = {ops.aten.topk.default: topk}

@@ -1,0 +1,206 @@
+"""read: a region's body becomes stores of expressions, or is NotRowwise with the reason.
+
+    before   GraphModule of ATen nodes, fake tensors in meta, dimension 0 of row tensors symbolic
+    after    Kept: inputs, outputs, the expressions to store and where, and the product in front, if there is one
+
+Each store is asked for in lanes of its own. Where the answer is that a lane should be cut, or the store itself, that is
+done and asked again: so tiles fall into the groups that the body folds, and nothing is computed for columns where it is
+not needed. An output of parts laid side by side has a store for each.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from v41.lowering.rowwise.axes import Refused
+from v41.lowering.rowwise.elementwise import ELEMENTWISE, FLOATS, FP8, INTS, scalar
+from v41.lowering.rowwise.expr import Builder, Expr
+from v41.lowering.rowwise.held import folds, products, ranks, views
+from v41.lowering.rowwise.held.index import Index, Lane, NeedsSplit
+from v41.lowering.rowwise.held.products import Front
+from v41.lowering.rowwise.held.values import Held, Indices, Lazy, aligned
+from v41.lowering.rowwise.held.views import NeedsCut, shape_of
+from v41.lowering.rowwise.read import PLACEMENT, NotRowwise, Tensor, described, is_operand, outputs_of
+from v41.regions import body_of, invoke_subgraph
+
+TURNS = 200  # cuts of lanes and stores, after which something is wrong
+HANDLERS = views.VIEWS | folds.FOLDS | products.PRODUCTS | ranks.RANKS
+TYPES = (*FLOATS, *INTS, *FP8, torch.bool)
+
+
+@dataclass(frozen=True)
+class Store:
+    """`value` goes to element row * stride + `offset` of output number `output`, for all lanes of `offset`."""
+
+    output: int
+    value: Expr
+    offset: Index
+    lanes: frozenset[Lane]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a body computes. `inputs` has None where the body takes a number."""
+
+    builder: Builder
+    inputs: list[Tensor | None]
+    outputs: list[Tensor]
+    stores: list[Store]
+    front: Front | None
+
+
+def read(body: GraphModule) -> Kept:
+    """What `body` stores, or NotRowwise."""
+    held = Held(Builder())
+    arguments = [_input(held, i, n) for i, n in enumerate(n for n in body.graph.nodes if n.op == "placeholder")]
+    end = body.graph.output_node()
+    if held.rows is None:
+        raise NotRowwise(end, "reads no tensor whose first axis is symbolic: there are no rows")
+    results = _run(held, body, arguments)
+    outputs, stores = list[Tensor](), list[Store]()
+    for number, (node, value) in enumerate(zip(outputs_of(body), results, strict=True)):
+        if not isinstance(value, Lazy) or value.shape[:1] != (None,):
+            raise NotRowwise(end, f"has no row axis in output {number}")
+        outputs.append(described(f"out_{number}", node))
+        try:
+            stores += _stores(held, number, value)
+        except Refused as refusal:
+            raise NotRowwise(node, refusal.reason) from None
+    return Kept(held.builder, held.inputs, outputs, stores, held.front)
+
+
+def _input(held: Held, index: int, node: Node) -> Any:
+    meta = node.meta["val"]
+    if not isinstance(meta, torch.Tensor):
+        held.inputs.append(None)
+        return meta
+    tensor = described(node.name, node)
+    if meta.dtype not in TYPES:
+        raise NotRowwise(node, f"is of dtype {meta.dtype}")
+    if tensor.per_row and held.rows is None:
+        held.rows = meta.shape[0]
+    held.inputs.append(tensor)
+    try:
+        shape = shape_of(held, meta)
+    except Refused as refusal:
+        raise NotRowwise(node, refusal.reason) from None
+    if None in shape[1:]:
+        raise NotRowwise(node, "has a symbolic size beyond its first axis")
+    value = Lazy(held, shape, meta.dtype, lambda where: held.fetch(index, tensor, where))
+    held.names[value] = node.name
+    return value
+
+
+def _run(held: Held, body: GraphModule, arguments: list[Any]) -> list[Any]:
+    """Reads `body` with `arguments` for its placeholders; what its output node lists."""
+    env: dict[Node, Any] = {}
+    given = iter(arguments)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "get_attr" and not isinstance(getattr(body, str(node.target), None), GraphModule):
+            raise NotRowwise(node, "reads a constant tensor")
+        elif node.op == "call_function":
+            held.builder.name = node.name
+            try:
+                env[node] = _call(held, node, env)
+            except NotRowwise:
+                raise
+            except Refused as refusal:
+                raise NotRowwise(node, refusal.reason) from None
+            if isinstance(env[node], Lazy):
+                held.names.setdefault(env[node], node.name)
+    return [env.get(node) if isinstance(node, Node) else None for node in outputs_of(body)]
+
+
+def _call(held: Held, node: Node, env: dict[Node, Any]) -> Any:
+    if node.target is invoke_subgraph:
+        return _run(held, body_of(node), [env[arg] for arg in node.args[2:]])  # type: ignore[index]
+    meta = node.meta.get("val")
+    if not isinstance(meta, (torch.Tensor, tuple, list)):
+        return None  # arithmetic on sizes: the shapes in meta already hold its result
+    args: Any = torch.fx.map_arg(node.args, lambda n: env[n])
+    kwargs = {key: value for key, value in node.kwargs.items() if value is not None}
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    if node.target in ELEMENTWISE:
+        return _elementwise(held, node, args, kwargs)
+    handler = HANDLERS.get(node.target)
+    if handler is None:
+        raise Refused(f"calls {node.target}, which this generator does not know")
+    if any(part.dtype not in TYPES for part in ([meta] if isinstance(meta, torch.Tensor) else meta)):
+        raise Refused(f"computes in {meta.dtype if isinstance(meta, torch.Tensor) else meta[0].dtype}")
+    return handler(held, meta, *args, **kwargs)
+
+
+def _elementwise(held: Held, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy:
+    rule, meta = ELEMENTWISE[node.target], node.meta["val"]
+    dtype = meta.dtype
+    if dtype not in TYPES:
+        raise Refused(f"computes in {dtype}")
+    kwargs = {key: value for key, value in kwargs.items() if key not in PLACEMENT}
+    unknown = sorted(kwargs.keys() - {"alpha", "min", "max"})
+    if unknown:
+        raise Refused(f"calls {node.target} with {unknown[0]}")
+    if any(arg is None and isinstance(given, Node) for arg, given in zip(args, node.args, strict=True)):
+        raise Refused("computes with a size that is not fixed")
+    beside = next((arg.dtype for arg in args if isinstance(arg, Lazy)), dtype)
+    like = dtype if dtype != torch.bool else beside
+
+    def compute(index: Indices) -> Expr:
+        given = (
+            arg.at(aligned(index, arg.shape)) if isinstance(arg, Lazy) else
+            scalar(held.builder, arg, like) if is_operand(arg) else arg
+            for arg in args
+        )  # fmt: skip
+        return rule(held.builder, dtype, *given, **kwargs)
+
+    return Lazy(held, shape_of(held, meta), dtype, compute)
+
+
+# ---- stores
+
+
+def _stores(held: Held, output: int, value: Lazy, base: int = 0, strides: tuple[int, ...] = ()) -> list[Store]:
+    """The stores of an output, whose parts lie `base` elements into the row, `strides` apart."""
+    if not strides:
+        sizes = [size or 1 for size in value.shape[1:]]
+        strides = (0, *(int(torch.Size(sizes[i + 1 :]).numel()) for i in range(len(sizes))))
+    if value.parts:
+        return [store for dim, start, part in value.parts for store in
+                _stores(held, output, part, base + start * strides[dim], strides)]  # fmt: skip
+    boxes = [tuple((0, size or 1) for size in value.shape)]
+    found: list[Store] = []
+    while boxes:
+        box = boxes.pop(0)
+        try:
+            found.append(_store(held, output, value, box, base, strides))
+        except NeedsCut as cut:
+            first, last = box[cut.axis]
+            middle = first + cut.place
+            boxes[:0] = [(*box[: cut.axis], half, *box[cut.axis + 1 :]) for half in ((first, middle), (middle, last))]
+    return found
+
+
+def _store(held: Held, output: int, value: Lazy, box: Any, base: int, strides: tuple[int, ...]) -> Store:
+    held.splits_at = (output, base, box)
+    for _ in range(TURNS):
+        used: set[Lane] = set()
+        held.store = tuple(held.axis(last - first, used) for first, last in box)
+        index = tuple(each + first for each, (first, _last) in zip(held.store, box, strict=True))
+        try:
+            expr = value.at(index)
+        except NeedsSplit as need:
+            table = held.splits.setdefault(need.tables[0] if need.tables else held.splits_at, {})
+            table[need.size] = need.inner
+            continue
+        offset = Index((), base)
+        for each, stride in zip(index, strides, strict=True):
+            offset = offset + each * stride
+        return Store(output, expr, offset, frozenset(used))
+    raise Refused("cannot be cut into lanes")

@@ -1,0 +1,255 @@
+"""bench rowwise: generated kernels of the row-wise work between products, against eager and torch.compile, on this GPU.
+
+    v41 bench rowwise                                us of every contender, errors, launches by origin; table and JSON
+    v41 bench rowwise check                          values, the same bits in any batch, NaN rows, no race
+    v41 bench rowwise tune --cases router --rows 1   us of many ways to spread the rows
+
+torch.compile gets static shapes and reorder_for_locality off. Inputs are taken in turn from sets that exceed the L2
+cache twice, or from 64 of them: rows that a kernel before has just written do lie there. One that fails is recorded
+with its error; those that would start after --budget seconds are left out, as the JSON says.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from v41.errors import BenchNeedsGPU
+from v41.lowering.rowwise import HeldKernel, Kernel, Unsupported, generate, hold, pass_over
+from v41.lowering.rowwise.held.launch import Spread
+from v41.tools.bench import seam, timing
+from v41.tools.bench.boundary import COPY_BYTES_A_US, holds, table
+from v41.tools.bench.rowwise_cases import CASES, Case
+
+SETS = 64  # of inputs, at most
+INDUCTOR: dict[str, dict[str, Any]] = {
+    "compile": {},
+    "max-autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
+}
+FLIPS = 0.005  # of quantised values: where a last bit tips a rounding
+REPEATS = 50
+Call = Callable[..., Any]
+
+
+def kernel_of(case: Case) -> Kernel:
+    kernel = generate(case.body(), case.name)
+    if isinstance(kernel, Unsupported):
+        raise ValueError(f"refused because it {kernel.reason}, at {kernel.node}")
+    return kernel
+
+
+def input_sets(case: Case, rows: int) -> list[tuple[Tensor, ...]]:
+    first = case.inputs(rows, "cuda", 0)
+    count = min(timing.sets_needed(sum(t.numel() * t.element_size() for t in first)), SETS)
+    return [first, *(case.inputs(rows, "cuda", seed) for seed in range(1, count))]
+
+
+# ---- bench
+
+
+def contenders(case: Case) -> dict[str, Callable[[int], Call]]:
+    """By name: what makes a callable for a number of rows. Both kinds of kernel, where both can read the body."""
+
+    def compiled(settings: dict[str, Any]) -> Callable[[int], Call]:
+        def make(rows: int) -> Call:
+            torch.compiler.reset()
+            return torch.compile(case.fn, options={"reorder_for_locality": False, **settings}, dynamic=False)
+
+        return make
+
+    found: dict[str, Callable[[int], Call]] = {"generated": lambda rows: kernel_of(case).launch}
+    for name, way in (("held", hold), ("passes", pass_over)):
+        found[name] = lambda rows, way=way: way(case.body(), case.name).launch  # type: ignore[misc]
+    found["eager"] = lambda rows: case.fn
+    return found | {name: compiled(settings) for name, settings in INDUCTOR.items()}
+
+
+def bench(cases: Sequence[Case], rows_list: Sequence[int], names: Sequence[str], deadline: float) -> Iterator[Any]:
+    """One record a case, number of rows and contender, the slow compilers last."""
+    for name in names:
+        for case in cases:
+            made: Call | None = None
+            for rows in rows_list:
+                record: dict[str, Any] = {"case": case.name, "contender": name, "rows": rows}
+                started = time.perf_counter()
+                try:
+                    if started > deadline:
+                        raise TimeoutError("left out: no time")
+                    made = made if made is not None and name not in INDUCTOR else contenders(case)[name](rows)
+                    record |= measure(made, case, rows)
+                except Exception as error:  # the record of a contender that fails is the result
+                    record["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+                record["seconds"] = round(time.perf_counter() - started, 1)
+                yield record
+
+
+@torch.no_grad()
+def measure(call: Call, case: Case, rows: int) -> dict[str, Any]:
+    sets = input_sets(case, rows)
+    started = time.perf_counter()
+    results = as_tuple(call(*sets[0]))
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    us = timing.microseconds(call, sets)
+    moved = sum(t.numel() * t.element_size() for t in (*sets[0], *results))
+    return {
+        "us": round(us, 2), "floor_us": round(moved / COPY_BYTES_A_US, 2), "sets": len(sets),
+        "errors": errors(case, sets[0], results), "compile_seconds": round(seconds, 1),
+        "origin": timing.launches(lambda: call(*sets[0]), case.name),
+    }  # fmt: skip
+
+
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def errors(case: Case, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> list[float]:
+    """Of each output: RMS error against fp64 over the RMS, or where bytes and picks are made, the share that is not
+    eager's."""
+    theirs = as_tuple(case.fn(*inputs))
+    if all(t.is_floating_point() for t in theirs) and not case.quantises:
+        return seam.errors(results, seam.oracle(case.body().cuda(), inputs))
+    return [differing(a, b) for a, b in zip(results, theirs, strict=True)]
+
+
+def differing(a: Tensor, b: Tensor) -> float:
+    """The share of elements that differ by more than last bits."""
+    near = torch.isclose(a.double(), b.double(), rtol=2.0**-7 if a.dtype == torch.bfloat16 else 1e-5, atol=1e-30)
+    return 1 - near.double().mean().item()
+
+
+# ---- check
+
+
+def check(case: Case) -> dict[str, Any]:
+    """Every claim about a kernel's results, as figures and booleans."""
+    kernel, report = kernel_of(case), dict[str, Any]()
+    arguments = case.inputs(4096, "cuda", 9)
+    whole = kernel.launch(*arguments)
+    report["kind"] = type(kernel).__name__
+    report["errors"] = errors(case, arguments, whole)
+    eager = errors(case, arguments, as_tuple(case.fn(*arguments)))
+    limits = [limit(case, result, error) for result, error in zip(whole, eager, strict=True)]
+    report["right"] = all(ours <= most for ours, most in zip(report["errors"], limits, strict=True))
+    report["same bits in every batch"] = {str(rows): alike(kernel.launch(*first(case, arguments, rows)), whole, rows)
+                                          for rows in (1, 2, 5, 16, 17, 64, 100, 256, 1000)}  # fmt: skip
+    report["NaN rows harm no other"] = nan_rows(kernel, case)
+    again = [(rows, first(case, arguments, rows)) for rows in (1, 16, 300) for _ in range(REPEATS)]
+    report["the same every time"] = all(alike(kernel.launch(*part), whole, rows) for rows, part in again)
+    return report
+
+
+def limit(case: Case, result: Tensor, eager: float) -> float:
+    """The largest error that is right: 1.5 times eager's, or one ulp."""
+    ulp = 2.0**-8 if result.dtype == torch.bfloat16 else 2.0**-22
+    return FLIPS if case.quantises else max(1.5 * eager, ulp)
+
+
+def first(case: Case, arguments: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """The first rows alone, where they lie."""
+    return [arg[:rows] if i < case.per_row else arg for i, arg in enumerate(arguments)]
+
+
+def alike(part: Sequence[Tensor], whole: Sequence[Tensor], rows: int) -> bool:
+    return all(torch.equal(a.view(torch.uint8), b[:rows].view(torch.uint8)) for a, b in zip(part, whole, strict=True))
+
+
+def nan_rows(kernel: Kernel, case: Case) -> bool:
+    """Every third row NaN: the others keep their bits."""
+    fine = True
+    for rows in (3, 48, 300):
+        arguments = case.inputs(rows, "cuda", 3)
+        clean = kernel.launch(*arguments)
+        bad = torch.arange(rows, device="cuda") % 3 == 1
+        dirty = [arg.clone() if i < case.per_row else arg for i, arg in enumerate(arguments)]
+        for tensor in dirty[: case.per_row]:
+            tensor[bad] = float("nan")
+        results = kernel.launch(*first_like(arguments, dirty))
+        fine &= all(torch.equal(a[~bad], b[~bad]) for a, b in zip(clean, results, strict=True))
+    return fine
+
+
+def first_like(arguments: Sequence[Tensor], dirty: Sequence[Tensor]) -> list[Tensor]:
+    """`dirty`, lying in memory as `arguments` do."""
+    return [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device).copy_(b)
+            for a, b in zip(arguments, dirty, strict=True)]  # fmt: skip
+
+
+# ---- tune
+
+
+def spreads(kernel: HeldKernel) -> list[Spread]:
+    """What tune tries."""
+    if kernel.front is None:
+        return [Spread(rows, warps) for rows in (1, 2, 4) for warps in (1, 2, 4, 8, 16)]
+    base = [Spread(rows, 4, tile, columns, group, stages, split)
+            for tile in (16, 32, 64, 128) for columns in (64, 128) for group in (1, 2, 4, 16) for stages in (1, 3)
+            for rows in (1, 4) for split in (False, True) if tile * columns < 1 << 14]  # fmt: skip
+    return base + [replace(spread, warps=8) for spread in base if spread.tile >= 64]
+
+
+@torch.no_grad()
+def tune(case: Case, rows_list: Sequence[int], deadline: float) -> Iterator[Any]:
+    """One record a number of rows and spread."""
+    kernel = kernel_of(case)
+    if not isinstance(kernel, HeldKernel):
+        raise ValueError(f"{case.name} has no spread: it is passed over")
+    for rows in rows_list:
+        sets = input_sets(case, rows)
+        for spread in spreads(kernel):
+            if time.perf_counter() > deadline or (spread.tile > 2 * rows and spread.tile > 16):
+                continue
+            record: dict[str, Any] = {"case": case.name, "rows": rows, "spread": str(spread).removeprefix("Spread")}
+            try:
+                compiled = kernel.run(kernel.prepare(sets[0], spread))
+                record["spills"] = [each.n_spills for each in compiled]
+                us = timing.microseconds(lambda *args, s=spread: kernel.launch(*args, schedule=s), sets)
+                record["us"] = round(us, 2)
+            except Exception as error:
+                record["failed"] = f"{type(error).__name__}: {str(error)[:120]}"
+            yield record
+
+
+def bench_command(arguments: Namespace) -> int:
+    """What `v41 bench rowwise` does; 1 where a check fails."""
+    if not torch.cuda.is_available():
+        raise BenchNeedsGPU("v41 bench rowwise", found="torch sees no CUDA device")
+    started = time.perf_counter()
+    deadline = started + arguments.budget
+    result: dict[str, Any] = {"case": f"rowwise {arguments.mode}", **timing.provenance(),
+                              "options": {"reorder_for_locality": False, "dynamic": False}}  # fmt: skip
+    cases = [CASES[name] for name in arguments.cases]
+
+    def save() -> Path:
+        result["seconds"] = round(time.perf_counter() - started, 1)
+        return timing.save(result, arguments.out)
+
+    fine = True
+    if arguments.mode == "check":
+        result["checks"] = {}
+        for case in cases:
+            result["checks"][case.name] = check(case)
+            print(case.name, json.dumps(result["checks"][case.name]), flush=True)
+        fine = holds(result["checks"])
+        print("all hold" if fine else "SOME DO NOT HOLD")
+    else:
+        records = result.setdefault("records", [])
+        made: Iterator[Any] = bench(cases, arguments.rows, arguments.contenders, deadline)
+        if arguments.mode == "tune":
+            made = (record for case in cases for record in tune(case, arguments.rows, deadline))
+        for record in made:
+            print(json.dumps({k: v for k, v in record.items() if k not in ("origin", "sets")}), flush=True)
+            records.append(record)
+            save()
+        for case in cases if arguments.mode == "bench" else ():
+            print(f"\n{case.name}\n{table([record for record in records if record['case'] == case.name])}")
+    print(f"written to {save()}")
+    return 0 if fine else 1
