@@ -84,9 +84,8 @@ class PastGuards:
             return self._learn(args)
         key = (told, modes_around(), self.model is not None and self.model.training)
         route = self.routes.get(key)
-        if route is not None:
-            owner = route.whole.owner
-            with owner.lock:  # another thread may be about to drop the graph
+        if route is not None and not (owner := route.whole.owner).turn.is_mine():
+            with owner.turn:  # another thread may be about to drop the graph
                 if route.fits(args, leaves):
                     result = route.whole.replay([leaves[i] for i in route.moving])[route.result]
                     owner.log.host_ns += time.perf_counter_ns() - start

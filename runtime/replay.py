@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any
 
 from torch import Tensor
@@ -53,8 +53,27 @@ RESTLESS = 4  # so many warm-ups in a row, and the sizes run uncaptured until ad
 WATCHER: ContextVar[list[Seen] | None] = ContextVar("v41_replay_watcher", default=None)  # gets the calls below it
 
 
+class Turn:
+    """Whose turn it is: one thread at a time, which can ask whether it has it already."""
+
+    def __init__(self) -> None:
+        self.lock, self.thread = Lock(), -1
+
+    def is_mine(self) -> bool:
+        return self.thread == get_ident()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self.thread = get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self.thread = -1
+        self.lock.release()
+
+
 class Replayer:
-    """The boxed function that runs a plan, captured where it can be. One call at a time."""
+    """The boxed function that runs a plan, captured where it can be. One call at a time; one within another (by a
+    dispatch mode, a finalizer) runs uncaptured, for the outer one has its inputs in the buffers."""
 
     _boxed_call = True
 
@@ -70,7 +89,7 @@ class Replayer:
         self.never = never_whole(plan)
         self.wholes: dict[tuple[int, ...], Whole] = {}
         self.chains: dict[int, Chain] = {}
-        self.lock = Lock()
+        self.turn = Turn()
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         start = time.perf_counter_ns()
@@ -78,7 +97,9 @@ class Replayer:
         given = None if watcher is None else list(inputs)
         if self.graphs.capturing():
             return self._uncaptured("the caller captures a graph around it")(inputs)
-        with self.lock:
+        if self.turn.is_mine():
+            return self._uncaptured("it was called within a call of itself")(inputs)
+        with self.turn:
             whole = self.wholes.get(self._key(inputs))
             replays = self.log.replays
             results = self._choose(inputs)(inputs) if whole is None else whole(inputs)
