@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from v41._compat import modes_around, on_registration, same_addresses
+from v41._compat import copy_each, modes_around, on_registration, same_addresses
 from v41.runtime.replay import WATCHER, Seen, Whole
+from v41.runtime.static_inputs import copies
 
 Leaves = Callable[[tuple[Any, ...]], tuple[list[Tensor], tuple[Any, ...]]]
 
@@ -91,6 +92,23 @@ class PastGuards:
                     owner.log.host_ns += time.perf_counter_ns() - start
                     return result
         return self._learn(args)
+
+    def parts(self, *args: Any) -> dict[str, Callable[[], object]]:
+        """What a call like this does past Dynamo, part by part, for timing each alone. None where it has no graph."""
+        if self.read is None:
+            return {}
+        leaves, told = self.read(args)
+        route = self.routes.get((told, modes_around(), self.model is not None and self.model.training))
+        if route is None or (graph := route.whole.graph) is None:
+            return {}
+        whole, moving = route.whole, [leaves[i] for i in route.moving]
+        return {
+            "read": lambda: self.read and self.read(args),
+            "compare": lambda: route.fits(args, leaves),
+            "copy_in": lambda: copy_each(whole.views, moving),
+            "replay": graph.replay,
+            "copy_out": lambda: copies(graph.results, whole.owner.plan.rebuilt),
+        }
 
     def forget(self) -> None:
         """Sends the next call of every size through the compiled model."""

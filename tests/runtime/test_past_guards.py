@@ -104,6 +104,19 @@ def test_a_size_goes_past_the_guards_once_its_graph_was_replayed(calls: Calls) -
     assert calls(rows(2)) == 0 and reports[0].captures.host_ns > before
 
 
+def test_the_parts_of_a_step_make_a_step(calls: Calls) -> None:
+    given = rows(2)
+    assert calls.step.parts(given, calls.states[0]) == {}
+    assert [calls(rows(2)) for _ in range(3)] == [1, 1, 0]
+    parts = calls.step.parts(given, calls.states[0])
+    leaves, _ = parts["read"]()  # type: ignore[misc]
+    assert leaves[0] is given.x and parts["compare"]() is True
+    parts["copy_in"]()
+    parts["replay"]()
+    assert torch.equal(parts["copy_out"]()[0], calls.model(given, calls.states[1]))  # type: ignore[index]
+    assert calls.step.parts(rows(4), calls.states[0]) == {}
+
+
 def replaced(model: Model) -> None:
     model.inner.weight = nn.Parameter(2 * model.inner.weight)
 

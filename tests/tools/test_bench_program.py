@@ -135,7 +135,9 @@ def test_ratios_and_memory() -> None:
         "above the floor, over the best mode": 0.5,
     }}  # fmt: skip
     contenders = {"v41": {"compiles": [{"captures": {"pool_bytes": 7}}, {"captures": None}]}}
-    assert memory({"records": records, "contenders": contenders}) == {"graphs": 7, "largest step uncaptured": 5}
+    found = memory({"records": records, "contenders": contenders})
+    assert found == {"graphs": 7, "largest step uncaptured": 5, "ratio": 1.4}
+    assert memory({"records": records[:3], "contenders": contenders})["ratio"] is None
 
 
 def test_a_line_tells_times_where_there_are_any() -> None:

@@ -128,13 +128,12 @@ class Ours(Eager):
         return lambda: run(case.batch, case.cache)
 
     def alone(self) -> dict[str, Callable[[], object]]:
-        """The graph that the last case's step replays, and the step as it is behind Dynamo's guards."""
+        """The parts of the last case's step past Dynamo, and the step as it is behind the guards."""
         case = self.last
         if not isinstance(self.fast, PastGuards) or case is None or case.kind != "decode" or not self.fast.routes:
             return {}
-        graph = list(self.fast.routes.values())[-1].whole.graph
-        found: dict[str, Callable[[], object]] = {"guarded": lambda: self.compiled(case.batch, case.cache)}
-        return found if graph is None else {"replay": graph.replay, **found}
+        guarded: dict[str, Callable[[], object]] = {"guarded": lambda: self.compiled(case.batch, case.cache)}
+        return guarded | self.fast.parts(case.batch, case.cache)
 
     def kernels(self) -> tuple[str, ...]:
         return tuple(name for report in self.reports for name in report.kernels)

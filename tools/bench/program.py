@@ -6,7 +6,8 @@
     origin      kernels of one step and their µs: generated, inductor, library; beside it the costliest kernels by name
     floor_us    bytes of the weights that the step reads / the copy rate; above_us is what lies above it
     bytes       the most a step allocates
-    replay_us   v41: the graph alone; guarded_*: the same step behind Dynamo's guards
+    replay_us   v41: the graph alone; guarded_*: the same step behind Dynamo's guards; read_*, compare_*, copy_in_*,
+                copy_out_*: the other parts of a step on the host, each alone
 
 Logits are compared with eager's first, by the criterion of compare.py. A contender that fails is a record with its
 error. The JSON is written after every record; what would start after --budget seconds is left out, as it says.
@@ -208,12 +209,14 @@ def ratios(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def memory(result: Record) -> dict[str, int]:
-    """Bytes of all graphs of v41 together, and of the largest step uncaptured: they should be nearly the same."""
+def memory(result: Record) -> dict[str, Any]:
+    """Bytes of all graphs of v41 together, of the largest step uncaptured, and the ratio, which should be nearly 1."""
     compiles = result["contenders"].get("v41", {}).get("compiles", [])
     pools = [found["captures"]["pool_bytes"] for found in compiles if found["captures"]]
     steps = [r["bytes"] for r in result["records"] if r["contender"] == "v41-uncaptured" and "bytes" in r]
-    return {"graphs": sum(pools), "largest step uncaptured": max(steps, default=0)}
+    graphs, largest = sum(pools), max(steps, default=0)
+    ratio = round(graphs / largest, 3) if graphs and largest else None
+    return {"graphs": graphs, "largest step uncaptured": largest, "ratio": ratio}
 
 
 def line(record: Record) -> str:
