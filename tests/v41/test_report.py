@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,8 +12,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import v41
 from tests.strategies.tracing import trace
+from v41 import backend
 from v41.passes.structure import structure_key
 from v41.report import CompileReport, Decision, PassRun, programs_wanted, publish, refused, source_of
+from v41.runtime.executor import eager_artifact
 
 
 def test_every_collector_around_gets_a_report() -> None:
@@ -87,3 +92,33 @@ def test_a_refusal_names_rule_node_and_line() -> None:
     assert decision.source.startswith("v41/test_report.py:") and "x.relu() + 1" in decision.source
     assert source_of(gm.graph.output_node()) == "unknown"
     assert structure_key(gm)
+
+
+class Telling:
+    """An artifact that tells what one of Inductor's does on a GPU."""
+
+    narrowed, granted = 2, ("u0 > 1",)
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+def test_what_is_told_of_products_and_sizes_comes_back_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("V41_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(backend, "eager_artifact", lambda body: Telling(eager_artifact(body)))
+    found = []
+    for _ in range(2):
+        torch.compiler.reset()
+        x = torch.ones(3, 2)
+        torch._dynamo.decorators.mark_unbacked(x, 0, shape_id="rows")
+        with torch.no_grad(), v41.collect() as reports:
+            torch.compile(lambda x: x * 2, backend="v41", options={"codegen": "eager"})(x)
+        found += reports
+    assert [report.cache.split()[0] for report in found] == ["miss:", "hit"]
+    told = [(report.options["products"][0], report.options["granted"][0]) for report in found]
+    assert told == [("2 of widened 16-bit floats take them as they are", "rows > 1")] * 2
