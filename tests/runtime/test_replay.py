@@ -96,10 +96,12 @@ class Pair:
         x = torch.randn(rows, WIDTH, generator=self.draw)
         slots = torch.arange(rows) % SLOTS
         x[rows - pads :], slots[rows - pads :] = torch.nan, PAD
+        others = [slot for slot in range(SLOTS) if slot not in slots[: rows - pads]]
         for run, cache in zip((self.captured, self.plain), self.caches, strict=True):
+            before = cache[others]
             inputs = [rows, x.clone(), slots.clone(), W, cache, blocks, torch.arange(blocks)]
             self.results.append((run(inputs), rows - pads))  # type: ignore[arg-type]
-            assert inputs == []
+            assert inputs == [] and torch.equal(cache[others], before), "pads write the pad slot alone"
         self.check()
 
     def check(self) -> None:
@@ -134,12 +136,12 @@ def test_any_steps_have_the_bits_of_the_uncaptured_run(steps: list[tuple[int, in
 @torch.no_grad()
 def test_growing_shrinking_alternating() -> None:
     pair = Pair()
-    for rows in (*ROWS, *reversed(ROWS), *(1, 32) * 3, *(4, 2) * 3, 40, 3):
+    for rows in (*ROWS, *reversed(ROWS), *(1, 32) * 3, *(4, 2) * 3, 40, 3, 0):
         pair.step(rows, 2)
     assert sorted(pair.log.captured) == sorted(
         [*(f"rows={n} blocks=2" for n in (1, 2, 4)), *(f"rows={n} segment_{i}" for n in (8, 16, 32) for i in (0, 2))]
     )
-    assert pair.log.uncaptured == {"rows above 4": 1, "rows=3 is in no bucket": 1}
+    assert pair.log.uncaptured == {"rows above 4": 1, "rows=3 is in no bucket": 1, "rows=0 is in no bucket": 1}
     assert pair.log.piecewise == {"rows above 4": 9}
     assert pair.log.host_us is not None and pair.log.host_us > 0
 
