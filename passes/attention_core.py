@@ -9,6 +9,7 @@ operands are where that walk ends: what works element by element, moves or reduc
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -168,6 +169,8 @@ def is_of_core(node: Node) -> bool:
     if value is not None and not value.is_floating_point():
         return False
     moves = node.target in VIEWS or node.target in MOVES or is_part(node) or node.target is aten.bmm.default
+    if node.target is operator.getitem:  # the values of a maximum that also says where it lies
+        moves = moves or cast(Node, node.args[0]).target is aten.max.dim
     return moves or is_pointwise(node) or node.target in REDUCTIONS
 
 
