@@ -21,14 +21,15 @@ from v41.tools.tables import add, table
 def regions_expected(config: V41Config) -> dict[str, int]:
     """Of every layer a gate, experts, attention with its output projection, and the norms of queries and window keys.
 
-    A KV source norms its index keys; it pools its latents, or norms them where each token is an entry.
+    A KV source norms its index keys; it pools its latents, or norms them where each token is an entry. A single
+    iteration of Sinkhorn is no loop.
     """
     sites, layers = config.boundary_sites(), config.num_hidden_layers
     sources = config.kv_source_layer_ids
     pooled = sum(config.compress_ratios[layer] > 1 for layer in sources)
     engrams = len(config.engram_layer_ids)
     expected = {
-        "sinkhorn": sites.coefficient_sites,
+        "sinkhorn": sites.coefficient_sites * (config.hc_sinkhorn_iters > 1),
         "mhc_boundary entry": sites.entry,
         "mhc_boundary seam": sites.seams,
         "mhc_boundary after_engram": sites.after_engram,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +132,19 @@ class Stack:
             columns = n * (n + 2) + self.has("a spare column", site)
             weights += [random(columns, n * D), random(columns), random(3), random(D).to(self.dtype)]
         return self.forward, random(rows, D).to(self.dtype), weights
+
+    def found(self) -> Counter[str]:
+        """The regions that a stack without a flaw becomes, by name."""
+        interrupted = len([site for site in self.engrams if site > 0])
+        wanted = {
+            "sinkhorn": self.sites,
+            "mhc_boundary entry": 1,
+            "mhc_boundary seam": self.sites - 1 - interrupted,
+            "mhc_boundary after_engram": interrupted,
+            "mhc_post": interrupted,
+            "mhc_exit": 1,
+        }
+        return +Counter(wanted)
 
     def spelled(self, site: int) -> Spelling:
         return self.spellings[site % len(self.spellings)]

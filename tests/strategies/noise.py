@@ -7,6 +7,7 @@ import random
 from torch import Tensor, ops
 from torch.fx import GraphModule, Node
 
+from v41.passes.analysis.effects import written_inputs
 from v41.passes.canonicalize import is_contiguous
 
 aten = ops.aten
@@ -15,14 +16,14 @@ COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 
 def disturb(gm: GraphModule, seed: int, share: float = 0.3) -> GraphModule:
     """Disturbs about `share` of the nodes of `gm`, in place. Its values keep every bit."""
-    draw = random.Random(seed)
+    draw, written = random.Random(seed), written_inputs(gm)  # a copy of an input is not what is to be written
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and draw.random() < share:
             _swap(node)
             node._rename(f"n{draw.randrange(10**9)}")
         value = node.meta.get("val")
         plain = node.op in ("call_function", "placeholder") and isinstance(value, Tensor) and is_contiguous(value)
-        if plain and node.users and draw.random() < share:
+        if plain and node not in written and node.users and draw.random() < share:
             draw.choice((_copy, _look_around, _look_flat))(gm, node)
     gm.recompile()
     return gm
