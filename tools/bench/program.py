@@ -210,7 +210,10 @@ def ratios(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def memory(result: Record) -> dict[str, Any]:
-    """Bytes of all graphs of v41 together, of the largest step uncaptured, and the ratio, which should be nearly 1."""
+    """Bytes of all graphs of v41 together, of the largest step uncaptured, and the ratio, which should be nearly 1.
+
+    It takes the contenders v41 and v41-uncaptured; no ratio without them.
+    """
     compiles = result["contenders"].get("v41", {}).get("compiles", [])
     pools = [found["captures"]["pool_bytes"] for found in compiles if found["captures"]]
     steps = [r["bytes"] for r in result["records"] if r["contender"] == "v41-uncaptured" and "bytes" in r]
