@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from v41.model_def.config import V41Config, read_json
 from v41.model_def.engram import Engram, EngramTable
-from v41.model_def.errors import CheckpointError, CheckpointFileError, FileUnreadable
+from v41.model_def.errors import CheckpointError, CheckpointFileError, FileUnreadable, PartOfAModel
 from v41.model_def.linear import Fp32Linear
 from v41.model_def.moe import ExpertLinear, Fp4ExpertLinear
+from v41.model_def.parallel import WHOLE, Share, split_dimension
 from v41.model_def.quantization import dequantize_fp8_weight
 from v41.model_def.stored_tensors import StoredTensor, read_header
 from v41.model_def.token_map import read_token_map
@@ -50,6 +51,20 @@ class Slot:
     expert: int | None
     dtypes: tuple[torch.dtype, ...]  # that the file may have
     fp8_too: bool  # a scaled fp8 weight is taken and dequantised
+    share: Share
+    dimension: int | None  # along which ranks share the file's tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the file."""
+        return tuple(n * self.share.world if d == self.dimension else n for d, n in enumerate(self.parameter.shape))
+
+    def part(self, stored: Tensor) -> Tensor:
+        """What this rank holds of the file's tensor."""
+        if self.dimension is None:
+            return stored
+        size = self.parameter.shape[self.dimension]
+        return stored.narrow(self.dimension, size * self.share.rank, size)
 
     @property
     def parameter(self) -> Tensor:
@@ -68,19 +83,24 @@ class LoadSummary:
 
 def slots(model: nn.Module) -> dict[str, Slot]:
     """Released name -> where it goes, for every parameter of the model."""
-    found: dict[str, Slot] = {}
-    for path, module in model.named_modules():
-        stacked = isinstance(module, ExpertLinear | Fp4ExpertLinear)
-        for name, parameter in module.named_parameters(recurse=False):
-            dtypes = stored_dtypes(module, name, parameter)
-            if stacked:  # layers.0.ffn.experts.w1 -> layers.0.ffn.experts.7.w1
-                head, _, tail = path.rpartition(".")
-                for e in range(parameter.shape[0]):
-                    found[f"{head}.{e}.{tail}.{name}"] = Slot(module, name, e, dtypes, False)
-            else:
-                fp8_too = path.endswith(".wo_a") and parameter.dtype == torch.bfloat16
-                found[f"{path}.{name}".lstrip(".")] = Slot(module, name, None, dtypes, fp8_too)
+    found, share = dict[str, Slot](), getattr(model, "share", WHOLE)
+    for released, module, name, expert in places(model):
+        parameter = getattr(module, name)
+        fp8_too = released.endswith(".wo_a.weight") and parameter.dtype == torch.bfloat16
+        dtypes, dimension = stored_dtypes(module, name, parameter), split_dimension(released)
+        found[released] = Slot(module, name, expert, dtypes, fp8_too, share, dimension)
     return found
+
+
+def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int | None]]:
+    """Released name, module, name in the module, number of the expert; of the stacked, one each."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, ExpertLinear | Fp4ExpertLinear):  # layers.0.ffn.experts.w1 -> ...experts.7.w1
+                head, _, tail = path.rpartition(".")
+                yield from ((f"{head}.{e}.{tail}.{name}", module, name, e) for e in range(parameter.shape[0]))
+            else:
+                yield f"{path}.{name}".lstrip("."), module, name, None
 
 
 def stored_dtypes(module: nn.Module, name: str, parameter: Tensor) -> tuple[torch.dtype, ...]:
@@ -143,9 +163,8 @@ def check_fit(folder: Path, targets: dict[str, Slot], files: dict[str, StoredTen
     misfits: dict[str, list[str]] = {"shape": [], "dtype": []}
     for name in sorted(targets.keys() & files.keys()):
         slot, shape, dtype = targets[name], files[name].shape, files[name].dtype
-        expected = tuple(slot.parameter.shape)
-        if shape != expected:
-            misfits["shape"].append(f"{name} is {shape}, the model has {expected}")
+        if shape != slot.shape:
+            misfits["shape"].append(f"{name} is {shape}, the model has {slot.shape}")
         if dtype not in slot.dtypes and name not in fp8:
             misfits["dtype"].append(f"{name} is {dtype}, the model takes {' or '.join(map(str, slot.dtypes))}")
     wanted = targets.keys() | {scale_of(name) for name in fp8}
@@ -173,7 +192,7 @@ def fill(slot: Slot, name: str, stored: dict[str, StoredTensor], device: torch.d
     if (old.dtype, old.device) != (fresh.dtype, fresh.device):
         fresh = fresh.new_empty(old.shape)
         setattr(slot.module, slot.name, nn.Parameter(fresh, requires_grad=old.requires_grad))
-    slot.parameter.copy_(tensor)
+    slot.parameter.copy_(slot.part(tensor))
 
 
 def find_token_map(folder: Path) -> tuple[Tensor | None, str]:
@@ -199,7 +218,9 @@ def set_token_map(model: nn.Module, token_map: Tensor) -> None:
 @torch.no_grad()
 def save_checkpoint(model: nn.Module, folder: str | Path, shard_bytes: int | None = None) -> None:
     """Writes model.config and the weights in released layout, in one file or in shards of about `shard_bytes`."""
-    folder = Path(folder)
+    folder, share = Path(folder), getattr(model, "share", WHOLE)
+    if share.world > 1:
+        raise PartOfAModel("save_checkpoint", rank=share.rank, world=share.world)
     folder.mkdir(parents=True, exist_ok=True)
     config = cast(V41Config, model.config)
     (folder / "config.json").write_text(json.dumps(config.to_json(), indent=1))

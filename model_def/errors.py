@@ -87,6 +87,20 @@ class TokenMapError(ModelError):
     fix = "give a compressed id below {compressed} for at most {ids} token ids, one dimension of integers"
 
 
+class ShareNotWhole(ModelError, ValueError):
+    """facts: world, sizes (those that do not divide, by name)."""
+
+    found = "{world} ranks cannot share {sizes}"
+    fix = "take a number of ranks that divides all of them"
+
+
+class PartOfAModel(ModelError, ValueError):
+    """facts: rank, world."""
+
+    found = "the model is the share of rank {rank} of {world}, and a checkpoint holds whole tensors"
+    fix = "write the model that was loaded without a share"
+
+
 class CacheHasNoRoom(ModelError, ValueError):
     """facts: name ("slots" or "capacity"), value."""
 

@@ -29,6 +29,7 @@ from v41.model_def.linear import Fp32Linear
 from v41.model_def.mhc import Mix, boundary, collapse, entry_streams, post
 from v41.model_def.moe import MoE
 from v41.model_def.norm import RMSNorm
+from v41.model_def.parallel import WHOLE, Share, side_by_side, summed
 from v41.model_def.rope import both_frequencies
 from v41.model_def.step import plan_step
 
@@ -37,13 +38,14 @@ class V41ForCausalLM(nn.Module):
     window_freqs: Tensor  # of RoPE, in layers that see the window only
     compressed_freqs: Tensor  # and in the others
 
-    def __init__(self, config: V41Config) -> None:
+    def __init__(self, config: V41Config, share: Share = WHOLE) -> None:
+        """`share`: what this process holds of a model that several run together; its weights come from a checkpoint."""
         super().__init__()
-        self.config = config
+        self.config, self.share = config, share
         self.embed = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = cast("Iterable[Layer]", nn.ModuleList(Layer(config, role) for role in config.roles))
+        self.layers = cast("Iterable[Layer]", nn.ModuleList(Layer(config, role, share) for role in config.roles))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.head = Fp32Linear(config.hidden_size, config.vocab_size)
+        self.head = Fp32Linear(config.hidden_size, share.of_vocabulary(config))
         for name, freqs in zip(("window_freqs", "compressed_freqs"), both_frequencies(config), strict=True):
             self.register_buffer(name, freqs, persistent=False)
 
@@ -53,15 +55,17 @@ class V41ForCausalLM(nn.Module):
         folder: str | Path,
         device: torch.device | str = "cpu",
         *,
+        share: Share = WHOLE,
         progress: Progress = lambda done, whole: None,
         **changes: Any,
     ) -> V41ForCausalLM:
         """The model a released folder holds: config.json and safetensors. `changes` replace fields of its config.
 
+        `share`: of a process group that runs it together; this process then reads its parts of the tensors alone.
         `progress` hears of bytes read, and of all. Engram's tables stay in the file, mapped: keep it as it is.
         """
         with torch.device("meta"):
-            model = cls(V41Config.from_json(folder).replace(**changes))
+            model = cls(V41Config.from_json(folder).replace(**changes), share)
         load_checkpoint(model, folder, device, progress)
         return model
 
@@ -84,10 +88,10 @@ class V41ForCausalLM(nn.Module):
                 X, y = layer.engram(post(X, y, C, B), batch.lookback), None
             X, x, A, C, B = boundary(X, y, C, B, A, layer.attn_mix)
             y, selection = layer.attn(x, step, selection)
-            X, x, A, C, B = boundary(X, y, C, B, A, layer.ffn_mix)
-            y = layer.ffn(x)
+            X, x, A, C, B = boundary(X, summed(y, self.share), C, B, A, layer.ffn_mix)
+            y = summed(layer.ffn(x), self.share)
         h = self.norm(collapse(post(X, y, C, B), A))[batch.logit_rows]  # [L, D]
-        return self.head(h)
+        return side_by_side(self.head(h), self.share)
 
 
 class Layer(nn.Module):
@@ -95,12 +99,13 @@ class Layer(nn.Module):
 
     hc_eps, norm_eps = Constant(), Constant()
 
-    def __init__(self, config: V41Config, role: LayerRole) -> None:
+    def __init__(self, config: V41Config, role: LayerRole, share: Share = WHOLE) -> None:
         super().__init__()
+        part = share.of_config(config)
         self.hc_iters, self.hc_eps, self.norm_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
         self.engram = Engram(config, role.layer) if role.engram else None
         self.attn_norm, self.ffn_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
-        self.attn, self.ffn = Attention(config, role), MoE(config)
+        self.attn, self.ffn = Attention(part, role), MoE(part)
         self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale = initial_mix(config)
         self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale = initial_mix(config)
 

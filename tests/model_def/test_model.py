@@ -9,6 +9,7 @@ from torch import Tensor
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
+from v41.model_def.counts import count
 from v41.model_def.errors import BatchOfAnotherCache
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.inspect import first_layers
@@ -17,7 +18,7 @@ TINY = V41Config.preset("tiny")
 
 
 def test_flash_has_the_released_parameters() -> None:
-    """Names and shapes of MODEL 1.3, and the 551.9 B parameters of the backbone beside 196.6 B of Engram tables."""
+    """Names, shapes, and how many weights there are and a token meets."""
     with torch.device("meta"):
         model = V41ForCausalLM(V41Config.preset("flash"))
     parameters = dict(model.named_parameters())
@@ -25,14 +26,11 @@ def test_flash_has_the_released_parameters() -> None:
     for name, layers in OWNERS.items():
         owners = {int(key.split(".")[1]) for key in parameters if key.endswith(name)}
         assert owners == set(layers), name
-    tables = sum(p.numel() for name, p in parameters.items() if name.endswith("engram.embed.weight"))
-    packed = sum(p.numel() for name, p in parameters.items() if ".experts." in name and p.dtype == torch.uint8
-                 and name.endswith("weight"))
-    held = sum(p.numel() for name, p in parameters.items() if not name.endswith("scale") or ".hc_" in name)
-    assert round(tables / 1e9, 1) == 196.6
-    assert round((held + packed - tables) / 1e9, 1) == 551.9
+    counts = [n / 1e9 for n in vars(count(model)).values()]
+    assert [f"{n:.{digits}f}" for n, digits in zip(counts, (1, 1, 2, 2), strict=True)] == COUNTS
 
 
+COUNTS = ["551.9", "196.6", "16.13", "7.89"]  # billions: backbone, Engram's tables; a token of decode, of prefill
 RELEASED = {
     "embed.weight": (129280, 5120),
     "head.weight": (129280, 5120),

@@ -1,0 +1,79 @@
+"""Tensor parallelism: every rank runs the whole forward, with its share of the heads and of each expert's channels.
+
+    attention   heads / n, output groups / n      wq_b, wo_a by rows, wo_b by columns       y = sum over ranks of y_rank
+    experts     inner channels / n                w1, w3 by rows, w2 by columns             y = sum over ranks of y_rank
+    head        vocabulary / n                    by rows                                   logits side by side
+
+A rank is a model of fewer heads and thinner experts. Each rounds what its sublayers return to bf16, as every linear
+does, and all-reduce adds that up. All else is small or shared by all heads (latents, caches, indexers, gates, Engram)
+and runs on every rank alike, with equal bits: so all ranks pick the same entries and experts. Alone, nothing is added.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from v41.model_def.config import V41Config
+from v41.model_def.errors import ShareNotWhole
+
+DIVIDED = ("num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size")  # the vocabulary in the head alone
+AN_EXPERT = r".*\.ffn\.(experts\.\d+|shared_experts)"
+SPLIT = (  # dimension -> released names of what is split along it, with their scales
+    (0, rf"head\.weight|.*\.attn\.(attn_sink|(wq_b|wo_a)\.(weight|scale))|{AN_EXPERT}\.w[13]\.(weight|scale)"),
+    (1, rf"(.*\.attn\.wo_b|{AN_EXPERT}\.w2)\.(weight|scale)"),
+)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank of `world` holds. `group` is the name of the process group that adds up; None where one is all."""
+
+    rank: int = 0
+    world: int = 1
+    group: str | None = None
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup | None = None) -> Share:
+        """This process's share among those of `group`, or of all."""
+        group = dist.group.WORLD if group is None else group
+        return cls(dist.get_rank(group), dist.get_world_size(group), group.group_name)
+
+    def of_config(self, config: V41Config) -> V41Config:
+        """The sizes of this rank's sublayers. ShareNotWhole where they do not divide."""
+        if left := {name: getattr(config, name) for name in DIVIDED if getattr(config, name) % self.world}:
+            raise ShareNotWhole("V41ForCausalLM(share=...)", world=self.world, sizes=left)
+        heads, groups, inner, _ = (getattr(config, name) // self.world for name in DIVIDED)
+        return config.replace(num_attention_heads=heads, o_groups=groups, moe_intermediate_size=inner)
+
+    def of_vocabulary(self, config: V41Config) -> int:
+        return config.vocab_size // self.world
+
+
+WHOLE = Share()
+
+
+def split_dimension(name: str) -> int | None:
+    """The dimension of a released tensor that ranks share; None where each has it all."""
+    return next((dim for dim, names in SPLIT if re.fullmatch(names, name)), None)
+
+
+def summed(y: Tensor, share: Share) -> Tensor:
+    """The sum of all ranks' y."""
+    if share.group is None:
+        return y
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(y, "sum", share.group))
+
+
+def side_by_side(logits: Tensor, share: Share) -> Tensor:
+    """[L, vocabulary / world] of each rank -> [L, vocabulary]."""
+    if share.group is None:
+        return logits
+    functional = torch.ops._c10d_functional
+    parts = functional.wait_tensor(functional.all_gather_into_tensor(logits, share.world, share.group))
+    return parts.unflatten(0, (share.world, -1)).transpose(0, 1).flatten(1)

@@ -1,0 +1,202 @@
+"""Two and four processes give the logits of one, each with its parts of the checkpoint; one alone has no collective."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
+from torch.fx import GraphModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.model_def.rows import QUICK, TINY
+from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.cache import Cache
+from v41.model_def.checkpoint import WEIGHTS, load_checkpoint, save_checkpoint, slots
+from v41.model_def.errors import CheckpointError, PartOfAModel, ShareNotWhole
+from v41.model_def.model import V41ForCausalLM
+from v41.model_def.parallel import Share, split_dimension
+from v41.model_def.quantization import dequantize_fp8_weight, quantize_fp8_weight
+from v41.tools.compare import KL_LIMIT, agree
+from v41.tools.exact import Exact
+from v41.tools.inspect import first_layers
+
+FOUR = TINY.replace(o_groups=4)
+QUANTISED = FOUR.replace(weight_dtype="fp8", expert_dtype="fp4")
+KINDS = {"bf16": FOUR, "quantised": QUANTISED}
+IDS = [[(7 * i + 3 * k) % 500 for i in range(n + 4)] for k, n in enumerate((37, 1, 18))]
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "wait_tensor")
+
+
+@torch.no_grad()
+def logits_of(model: V41ForCausalLM, forward: Any = None) -> Tensor:
+    """Three prompts in one step, all rows of the longest; then four tokens each."""
+    cache, forward = Cache.zeros(model.config, 3, 64), forward or model
+    steps = [[Chunk(ids, 0, slot, len(ids) - 4, every_logit=slot == 0) for slot, ids in enumerate(IDS)]]
+    steps += [[Chunk(ids, len(ids) - n, slot, len(ids) - n + 1) for slot, ids in enumerate(IDS)] for n in (4, 3, 2, 1)]
+    return torch.cat([forward(build_batch(model.config, cache, chunks), cache) for chunks in steps])
+
+
+def run_rank(folder: Path, rank: int, world: int, compiled: str | None) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    model = V41ForCausalLM.from_checkpoint(folder, share=Share.of_group())
+    forward = torch.compile(model, backend=compiled, fullgraph=True) if compiled else model
+    torch.save(logits_of(model, forward), folder / f"logits of rank {rank}")
+    dist.destroy_process_group()
+
+
+def run_ranks(folder: Path, world: int, compiled: str | None = None) -> list[Tensor]:
+    """The logits of each rank, in processes of their own."""
+    processes = [
+        multiprocessing.get_context("fork").Process(target=run_rank, args=(folder, rank, world, compiled))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * world
+    return [torch.load(folder / f"logits of rank {rank}") for rank in range(world)]
+
+
+def check_agrees(ours: Tensor, model: V41ForCausalLM) -> None:
+    """KL as for any compiled run. The argmax may differ where the lead is below twice what fp64 sums change in any row:
+    the parts' rounding to bf16 flips as many picks and quantised values as that, if not in the same rows."""
+    alone = logits_of(model)
+    with Exact():
+        agreement = agree(alone, ours, logits_of(model))
+    assert agreement.max_kl <= KL_LIMIT
+    assert all(row.same_argmax or row.gap < 2 * agreement.max_deviation for row in agreement.rows)
+
+
+@pytest.mark.parametrize(("kind", "world"), [
+    ("bf16", 2), ("quantised", 4), pytest.param("bf16", 4, marks=pytest.mark.slow),
+    pytest.param("quantised", 2, marks=pytest.mark.slow)])  # fmt: skip
+def test_ranks_give_the_logits_of_one(kind: str, world: int, tmp_path: Path) -> None:
+    model = V41ForCausalLM.random(KINDS[kind], seed=1)
+    save_checkpoint(model, tmp_path)
+    first, *others = run_ranks(tmp_path, world)
+    assert all(torch.equal(first, other) for other in others)
+    check_agrees(first, model)
+
+
+@pytest.mark.slow
+def test_ranks_compile(tmp_path: Path) -> None:
+    model = V41ForCausalLM.random(FOUR, seed=1)
+    save_checkpoint(model, tmp_path)
+    check_agrees(run_ranks(tmp_path, 2, compiled="v41")[0], model)
+
+
+def load_shares(folder: Path, world: int) -> list[V41ForCausalLM]:
+    """Each rank's part of the model, in this process and without a group."""
+    return [V41ForCausalLM.from_checkpoint(folder, share=Share(rank, world)) for rank in range(world)]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "quantised"])
+@pytest.mark.parametrize("world", [2, 4])
+@torch.no_grad()
+def test_parts_of_sublayers_add_up(kind: str, world: int, tmp_path: Path) -> None:
+    """Each attention and each MoE by itself, to the rounding of its parts: no head or channel is lost or doubled."""
+    model = V41ForCausalLM.random(KINDS[kind], seed=2)
+    save_checkpoint(model, tmp_path)
+    seen = {"attn": [], "ffn": []}
+    for layer in model.layers:
+        layer.attn.register_forward_hook(lambda _, args, result: seen["attn"].append((args, result[0])))
+        layer.ffn.register_forward_hook(lambda _, args, result: seen["ffn"].append((args, result)))
+    cache = Cache.zeros(model.config, 1, 64)
+    model(build_batch(model.config, cache, [Chunk(IDS[0], 0, 0)]), cache)
+    shares = load_shares(tmp_path, world)
+    for i in range(model.config.num_hidden_layers):
+        for name, calls in seen.items():
+            args, whole = calls[i]
+            results = [getattr(share.layers[i], name)(*args) for share in shares]  # writes the same into the cache
+            parts = torch.stack([y[0] if isinstance(y, tuple) else y for y in results])
+            error = (parts.float().sum(0) - whole.float()).norm() / whole.float().norm()
+            assert error < 2**-8, (name, i, error)
+    h = torch.randn(3, model.config.hidden_size).bfloat16()
+    assert torch.equal(torch.cat([share.head(h) for share in shares], -1), model.head(h))
+
+
+def test_every_rank_reads_its_part_and_all_parts_are_the_whole(tmp_path: Path) -> None:
+    model = V41ForCausalLM.random(QUANTISED)
+    save_checkpoint(model, tmp_path)
+    shares, whole = load_shares(tmp_path, 4), slots(model)
+    split = [name for name in whole if split_dimension(name) is not None]
+    assert len(split) == 1 + 6 * (6 + 6 * (1 + FOUR.n_routed_experts))  # head; attention without fp8 scales of wo_a
+    for name, slot in whole.items():
+        parts, dim = [slots(share)[name].parameter for share in shares], split_dimension(name)
+        if dim is None:
+            assert all(torch.equal(as_bytes(part), as_bytes(slot.parameter)) for part in parts), name
+        else:
+            assert torch.equal(torch.cat([as_bytes(part) for part in parts], dim), as_bytes(slot.parameter)), name
+    held = [sum(p.nbytes for p in share.layers[3].ffn.experts.parameters()) for share in shares]
+    assert held == [sum(p.nbytes for p in model.layers[3].ffn.experts.parameters()) // 4] * 4
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def test_wo_a_in_fp8_is_shared_too(tmp_path: Path) -> None:
+    save_checkpoint(V41ForCausalLM.random(QUANTISED), tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    name = "layers.1.attn.wo_a.weight"
+    tensors[name], scale = quantize_fp8_weight(tensors[name])
+    tensors["layers.1.attn.wo_a.scale"] = scale.view(torch.float8_e8m0fnu)
+    save_file(tensors, tmp_path / WEIGHTS)
+    parts = [slots(share)[name].parameter for share in load_shares(tmp_path, 2)]
+    assert torch.equal(torch.cat(parts), dequantize_fp8_weight(tensors[name], scale))
+
+
+@pytest.mark.parametrize(("world", "name"), [(3, "num_attention_heads"), (4, "o_groups"), (5, "moe_intermediate_size")])
+def test_what_does_not_divide_is_refused(world: int, name: str) -> None:
+    with torch.device("meta"), pytest.raises(ShareNotWhole) as caught:
+        V41ForCausalLM(TINY, Share(0, world))
+    assert name in caught.value.facts["sizes"] and caught.value.facts["world"] == world
+
+
+def test_a_part_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(PartOfAModel, match="rank 1 of 2"):
+        save_checkpoint(V41ForCausalLM(TINY, Share(1, 2)), tmp_path)
+
+
+def test_a_file_of_another_size_is_listed_by_its_whole_shape(tmp_path: Path) -> None:
+    save_checkpoint(V41ForCausalLM.random(FOUR), tmp_path)
+    with torch.device("meta"):
+        model = V41ForCausalLM(FOUR.replace(moe_intermediate_size=256), Share(0, 2))
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(model, tmp_path)
+    shapes = caught.value.facts["shape"]
+    assert "layers.0.ffn.experts.0.w1.weight is (128, 256), the model has (256, 256)" in shapes
+    assert len(shapes) == FOUR.num_hidden_layers * 3 * (1 + FOUR.n_routed_experts)
+
+
+def collectives(model: V41ForCausalLM) -> tuple[dict[str, int], Tensor]:
+    """How often each occurs in the graph of a step, and what the step returns."""
+    backend, cache = EagerAndRecordGraphs(), Cache.zeros(model.config, 1, 16)
+    with torch.no_grad():
+        batch = build_batch(model.config, cache, [Chunk(IDS[0], 0, 0, 9)])
+        logits = torch.compile(model, backend=backend, fullgraph=True)(batch, cache)
+    (graph,) = backend.graphs
+    targets = [str(n.target) for m in graph.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
+    return {name: sum(f"_c10d_functional.{name}" in target for target in targets) for name in COLLECTIVES}, logits
+
+
+def test_one_process_has_no_collective_and_several_have_two_a_layer() -> None:
+    config = first_layers(QUICK, 1)
+    found, _ = collectives(V41ForCausalLM.random(config))
+    assert found == dict.fromkeys(COLLECTIVES, 0)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        found, logits = collectives(V41ForCausalLM(config, Share.of_group()))
+    finally:
+        dist.destroy_process_group()
+    assert found == {"all_reduce": 2, "all_gather_into_tensor": 1, "wait_tensor": 3}
+    assert logits.shape == (1, config.vocab_size)
