@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from v41.lowering.rowwise.dots import dot_lines
 from v41.lowering.rowwise.elementwise import TEXT
 from v41.lowering.rowwise.expr import Expr, Weights, reachable
@@ -360,9 +362,11 @@ class Emitter:
         if column:
             terms.append(_times("cols", int(str(column))))
         guards = ["live"] * bool(row) + ["columns"] * bool(column and masked)
-        guard = f", mask={' & '.join(guards)}, other=0.0" if guards else ""
+        guard = f", mask={' & '.join(guards)}, other={'0' if expr.dtype == torch.bool else '0.0'}" if guards else ""
         text = f"tl.load({' + '.join(terms)}{guard})"
-        return f"settle({text})" if row and not column else text
+        if not row or column:
+            return text
+        return f"settle({text}.to(tl.int32)) != 0" if expr.dtype == torch.bool else f"settle({text})"
 
     def _address(self, place: Place) -> str:
         if place.output is None:

@@ -132,7 +132,7 @@ def _input(program: Program, index: int, node: Node) -> Any:
     tensor = described(node.name, node)
     if None in tensor.shape[1:]:
         raise NotRowwise(node, "has a symbolic size beyond its first axis")
-    if meta.dtype not in FLOATS:
+    if meta.dtype not in (*FLOATS, torch.bool):
         raise NotRowwise(node, f"is of dtype {meta.dtype}")
     if tensor.per_row:
         _same_rows(program, node, meta.shape[0])

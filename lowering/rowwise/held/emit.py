@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from v41.lowering.rowwise.elementwise import TEXT
 from v41.lowering.rowwise.expr import Expr, reachable
 from v41.lowering.rowwise.held.index import Along, Digit, Index, Lane
@@ -89,6 +91,8 @@ class Lines:
 
     def _text(self, expr: Expr) -> str:
         names = [self.names[arg] for arg in expr.args]
+        if names and all(arg.op == "const" for arg in expr.args) and expr.op != "cast":
+            names[0] = self._constant(expr.args[0], expr.args[0].dtype)  # else Python computes it, by its own rules
         match expr.op:
             case "fetch":
                 return self._fetch(expr)
@@ -107,12 +111,14 @@ class Lines:
                 return f"{names[0]}.to({TRITON[expr.dtype]}, bitcast=True)"
             case "cast":
                 if expr.args[0].op == "const":
-                    ones = ", ".join(["1"] * self.space.rank)
-                    return f"tl.full([{ones}], {names[0]}, {TRITON[expr.dtype]})"
+                    return self._constant(expr.args[0], expr.dtype)
                 return f"{names[0]}.to({TRITON[expr.dtype]})"
             case "ordered" | "unordered":
                 return f"{expr.op}({names[0]})"
         return TEXT[expr.op].format(**dict(zip("abc", names, strict=False)))
+
+    def _constant(self, expr: Expr, dtype: torch.dtype) -> str:
+        return f"tl.full([{', '.join(['1'] * self.space.rank)}], {self.names[expr]}, {TRITON[dtype]})"
 
     def _and_there(self, lanes: Iterable[Lane]) -> str:
         mask = self.mask(False, lanes)

@@ -23,11 +23,12 @@ from v41.lowering.rowwise.expr import Builder, Expr
 from v41.lowering.rowwise.held import folds, products, ranks, views
 from v41.lowering.rowwise.held.index import Index, Lane, NeedsSplit
 from v41.lowering.rowwise.held.products import Front
-from v41.lowering.rowwise.held.values import Held, Indices, Lazy, aligned
+from v41.lowering.rowwise.held.values import Held, Indices, Lazy, TooLarge, aligned
 from v41.lowering.rowwise.held.views import NeedsCut, shape_of
 from v41.lowering.rowwise.read import PLACEMENT, NotRowwise, Tensor, described, is_operand, outputs_of
 from v41.regions import body_of, invoke_subgraph
 
+APART = 8  # elements of an outer axis that are stored one by one where all are too many at once
 TURNS = 200  # cuts of lanes and stores, after which something is wrong
 HANDLERS = views.VIEWS | folds.FOLDS | products.PRODUCTS | ranks.RANKS
 TYPES = (*FLOATS, *INTS, *FP8, torch.bool)
@@ -184,6 +185,11 @@ def _stores(held: Held, output: int, value: Lazy, base: int = 0, strides: tuple[
             first, last = box[cut.axis]
             middle = first + cut.place
             boxes[:0] = [(*box[: cut.axis], half, *box[cut.axis + 1 :]) for half in ((first, middle), (middle, last))]
+        except TooLarge:
+            axis = next((i for i, (first, last) in enumerate(box[:-1]) if 1 < last - first <= APART), None)
+            if axis is None:
+                raise
+            boxes[:0] = [(*box[:axis], (i, i + 1), *box[axis + 1 :]) for i in range(*box[axis])]
     return found
 
 

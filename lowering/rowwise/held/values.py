@@ -112,6 +112,10 @@ class Held:
         return self.read_at("below", index, torch.bool, bound, rowwise=False)
 
 
+class TooLarge(Refused):
+    """A tile that no program holds: less of the row may be asked for at a time."""
+
+
 def inside(where: Index, size: int) -> Index:
     """`where`, kept within the axis if it may leave it: in lanes that nobody reads, or by a damaged index."""
     if not may_leave(where, size) and not where.taken():
@@ -126,7 +130,7 @@ def check_size(lanes: Iterable[Lane]) -> frozenset[Any]:
     for lane in (found := frozenset(lanes)):
         count *= lane.padded
     if count > LARGEST:
-        raise Refused(f"holds {count} values of a row at once")
+        raise TooLarge(f"holds {count} values of a row at once")
     return found
 
 
