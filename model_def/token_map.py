@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,14 +40,21 @@ def number_keys(keys: Iterable[str]) -> Tensor:
     return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
-def read_token_map(tokenizer_json: str | Path) -> Tensor:
-    """int64 [vocabulary], compressed id of each token id, by the `tokenizers` package. FileUnreadable if it refuses."""
-    from tokenizers import Tokenizer  # here, for only this needs it
-
+def read_tokenizer(tokenizer_json: str | Path) -> Any:
+    """The tokenizer of a file, by the `tokenizers` package. FileUnreadable if it refuses, or is not there."""
     try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_json))
+        from tokenizers import Tokenizer  # here, for only this needs it
+    except ImportError:
+        raise FileUnreadable(tokenizer_json, problem="the package tokenizers is not installed") from None
+    try:
+        return Tokenizer.from_file(str(tokenizer_json))
     except Exception as error:  # the library raises this very type
         raise FileUnreadable(tokenizer_json, problem=f"no tokenizer: {error}") from None
+
+
+def read_token_map(tokenizer_json: str | Path) -> Tensor:
+    """int64 [vocabulary], compressed id of each token id. FileUnreadable where the file is no tokenizer."""
+    tokenizer = read_tokenizer(tokenizer_json)
     ids = range(tokenizer.get_vocab_size(with_added_tokens=True))
     texts = tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
     return number_keys(token_key(text, tokenizer.id_to_token(i) or "") for i, text in zip(ids, texts, strict=True))

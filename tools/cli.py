@@ -139,6 +139,8 @@ def add_generate(command: argparse.ArgumentParser) -> None:
         "Exits with 1 where --compare-eager finds a row that fails."
     )
     add_reading(command)
+    command.add_argument("--temperature", type=temperature, default=0.0, metavar="T",
+                         help="draw tokens from softmax(logits / T); 0 takes the likeliest (0)")  # fmt: skip
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
     command.add_argument("--compare-eager", action="store_true", help="feed eager's tokens to both and compare")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
@@ -164,6 +166,13 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+def temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
 
 

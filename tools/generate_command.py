@@ -1,7 +1,7 @@
 """`v41 generate`: the compiled model reads and writes; then how it agrees with eager and what the compiler did.
 
     model        the plain model: a preset with random weights, or a checkpoint
-    text         each prompt's end and what follows it
+    text         each prompt's end and what follows it: the likeliest tokens, or drawn ones
     agreement    with --compare-eager: a row of logits per request and step, over seeds (see compare.py)
     graphs       passes, pieces, fallbacks, options: the compiler's own report (see report_view.py)
 """
@@ -21,17 +21,20 @@ from torch import Tensor
 
 from v41.backend import effective_codegen
 from v41.errors import NoSuchDevice
+from v41.model_def.checkpoint import Progress as Hear
 from v41.model_def.config import V41Config
-from v41.model_def.generation import Forward, sampling
+from v41.model_def.counts import count
+from v41.model_def.generation import Forward, greedy, sampling
 from v41.model_def.model import V41ForCausalLM
 from v41.options import Options
 from v41.report import CompileReport, collect
 from v41.runtime.past_guards import past_guards
-from v41.tools.bytes import encode, packaged_prompts
+from v41.tools.bytes import packaged_prompts
 from v41.tools.compare import Agreement, agree
 from v41.tools.exact import Exact
 from v41.tools.generate_view import show_all, values
 from v41.tools.recording import Recording, record, replay, steps_needed
+from v41.tools.vocabulary import Vocabulary, vocabulary_of
 
 WIDTH = 120
 
@@ -44,6 +47,7 @@ class Outcome:
     config: V41Config
     device: str
     parameters: int
+    vocabulary: Vocabulary
     prompts: list[list[int]]
     made: Recording
     agreements: dict[int, tuple[Agreement, list[tuple[int, int]]]]  # seed -> rows, and request and position of each
@@ -72,10 +76,12 @@ def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
     device = checked_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     effective_codegen(Options(codegen=arguments.codegen), torch.device(device))  # refuses what would fail later
     source = arguments.checkpoint if arguments.checkpoint is not None else f"preset {preset(arguments)}"
-    model = build_model(arguments, seed=0, device=device)
+    model = build_model(arguments, 0, device, loading(progress))
     config = model.config
-    prompts = [encode(text) for text in arguments.prompt or packaged_prompts()]
+    vocabulary = vocabulary_of(config, arguments.checkpoint)
+    prompts = [vocabulary.encode(text) for text in arguments.prompt or packaged_prompts()]
     compiled = past_guards(torch.compile(model, backend="v41", options={"codegen": arguments.codegen}))
+    choose = sampling(arguments.temperature, generator_of(device, 0)) if arguments.temperature else greedy
     settings: dict[str, Any] = {"tokens": arguments.tokens, "chunk": arguments.chunk, "device": device}
     steps = steps_needed(prompts, arguments.tokens, arguments.chunk)
 
@@ -85,14 +91,16 @@ def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
 
     agreements = {}
     with collect() as reports:
-        made = record(compiled, config, prompts, **settings, progress=advancing("compile, read and write"))
+        tick = advancing("compile, read and write")
+        made = record(compiled, config, prompts, **settings, choose=choose, progress=tick)
         for seed in range(arguments.seeds if arguments.compare_eager else 0):
             if seed and not arguments.checkpoint:
                 model.load_state_dict(build_model(arguments, seed, device).state_dict())
             tick = advancing(f"compare with eager, seed {seed}")
             agreements[seed] = compare(model, compiled, prompts, seed, settings, tick)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Outcome(source, config, device, parameters, prompts, made, agreements, reports)
+    counts = count(model)
+    parameters = counts.backbone + counts.engram_tables
+    return Outcome(source, config, device, parameters, vocabulary, prompts, made, agreements, reports)
 
 
 def checked_device(device: str) -> str:
@@ -104,10 +112,22 @@ def checked_device(device: str) -> str:
     return device
 
 
-def build_model(arguments: Namespace, seed: int, device: str) -> V41ForCausalLM:
+def loading(progress: Progress) -> Hear:
+    """Shows how much of a checkpoint has been read, in MB."""
+    task = progress.add_task("read the checkpoint", visible=False)
+    return lambda done, whole: progress.update(task, completed=done // 10**6, total=whole // 10**6, visible=True)
+
+
+def generator_of(device: str, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def build_model(
+    arguments: Namespace, seed: int, device: str, heard: Hear = lambda done, whole: None
+) -> V41ForCausalLM:
     """The plain model, its weights from the checkpoint, or random ones that only `seed` decides."""
     if arguments.checkpoint is not None:
-        return V41ForCausalLM.from_checkpoint(arguments.checkpoint, device)
+        return V41ForCausalLM.from_checkpoint(arguments.checkpoint, device, progress=heard)
     return V41ForCausalLM.random(V41Config.preset(preset(arguments)), seed, device)
 
 
@@ -137,7 +157,7 @@ def reference(
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Recording, Tensor]:
     """What eager writes with tokens drawn by `seed`, and the exact run's logits over the same."""
-    choose = sampling(1.0, torch.Generator(settings["device"]).manual_seed(seed))
+    choose = sampling(1.0, generator_of(settings["device"], seed))
     eager = record(model, model.config, prompts, **settings, choose=choose, progress=tick)
     with Exact():
         return eager, replay(model, model.config, eager, settings["device"])

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.text import Text
 
 from v41.report import PassRun
-from v41.tools.bytes import decode
 from v41.tools.compare import KL_LIMIT, Agreement, Row, join
 from v41.tools.expected import regions_expected, regions_found, regions_table, regions_values
 from v41.tools.report_view import as_json, show
@@ -44,10 +43,12 @@ def headline(outcome: Outcome) -> str:
 
 
 def show_text(console: Console, outcome: Outcome) -> None:
-    made = table("prompt", "bytes", "ends with", "is continued with", left=4)
+    vocabulary = outcome.vocabulary
+    made = table("prompt", vocabulary.unit, "ends with", "is continued with", left=4)
     made.columns[1].justify = "right"
     for number, (prompt, ids) in enumerate(zip(outcome.prompts, outcome.made.requests, strict=True)):
-        add(made, str(number), len(prompt), visible(prompt[-WIDTH:]), visible(ids[len(prompt) :]))
+        end, rest = vocabulary.decode(prompt[-WIDTH:])[-WIDTH:], vocabulary.decode(ids[len(prompt) :])
+        add(made, str(number), len(prompt), visible(end), visible(rest))
     console.print(made)
     if outcome.source.startswith("preset"):
         console.print(Text("random weights: what follows is noise, but the same noise eager writes"), soft_wrap=True)
@@ -60,9 +61,9 @@ def show_text(console: Console, outcome: Outcome) -> None:
     console.print(times)
 
 
-def visible(ids: list[int]) -> str:
-    """Text on one line: what cannot be printed shows as a dot."""
-    return "".join(c if c.isprintable() and c != "\ufffd" else "·" for c in decode(ids))
+def visible(text: str) -> str:
+    """The text on one line: what cannot be printed shows as a dot."""
+    return "".join(c if c.isprintable() and c != "\ufffd" else "·" for c in text)
 
 
 def show_agreement(console: Console, outcome: Outcome) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ from torch import Tensor
 from tests.golden_data import Golden
 from v41.model_def.batch import Batch
 from v41.model_def.cache import Cache
+from v41.model_def.checkpoint import save_checkpoint
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
 from v41.tools.cli import main
+from v41.tools.inspect import first_layers
 
 SMALL = ["generate", "--tokens", "2", "--prompt", "Rain.", "--prompt", "Wind and rain."]
 COMPARE = [*SMALL, "--compare-eager", "--seeds", "2"]
@@ -67,7 +72,8 @@ def test_json_is_all_that_stdout_has(compiled_as, capsys: pytest.CaptureFixture[
     [(["--preset", "huge"], "huge"), (["--codegen", "none"], "codegen"),
      (["--device", "abacus"], "abacus"), (["--device", "meta"], "meta"),
      (["--preset", ""], "''"), (["--checkpoint", ""], "no such file"),
-     (["--tokens", "0"], "--tokens"), (["--preset", "tiny", "--checkpoint", "x"], "not allowed")],
+     (["--tokens", "0"], "--tokens"), (["--temperature", "-1"], "-1"), (["--temperature", "nan"], "nan"),
+     (["--preset", "tiny", "--checkpoint", "x"], "not allowed")],
 )  # fmt: skip
 def test_what_is_refused_is_explained(arguments: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
@@ -102,3 +108,33 @@ def test_a_checkpoint_is_read(golden: Golden, compiled_as, capsys: pytest.Captur
     assert facts["layers"] == golden.config.num_hidden_layers and facts["model"] == str(golden.folder)
     first, second = facts["agreement"].values()
     assert first["median_gap"] != second["median_gap"]  # one model, other tokens
+
+
+def test_tokens_are_the_likeliest_or_drawn(golden: Golden, compiled_as, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one model, the same each time: a small temperature draws the likeliest, a larger one others."""
+    compiled_as(lambda model: model)
+
+    def written(*more: str) -> list[list[int]]:
+        assert main([*SMALL, "--tokens", "4", "--checkpoint", str(golden.folder), "--json", *more]) == 0
+        return [request["continued_with"] for request in json.loads(capsys.readouterr().out)["requests"]]
+
+    likeliest, drawn = written(), written("--temperature", "3")
+    assert likeliest == written("--temperature", "1e-5") and drawn == written("--temperature", "3") != likeliest
+
+
+def test_a_checkpoint_is_read_with_its_own_tokenizer(
+    tmp_path: Path, compiled_as, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<s>", "?", "Rain", "Wind", "and", "rain", *(f"word{i}" for i in range(506))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    config = first_layers(V41Config.preset("tiny").replace(engram_layer_ids=(), engram_num_embeddings=()), 1)
+    save_checkpoint(V41ForCausalLM.random(config), tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    heard: list[int] = []
+    compiled_as(lambda model: lambda batch, cache: heard.extend(batch.tokens.tolist()) or model(batch, cache))
+    command = [*SMALL[:-2], "--prompt", "Wind and hail", "--checkpoint", str(tmp_path)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert heard[:6] == [0, 2, 1, 0, 3, 4] and "tokens" in out and "<s> Wind and ?" in out and "word" in out
