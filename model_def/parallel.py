@@ -38,9 +38,8 @@ class Share:
     group: str | None = None
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup | None = None) -> Share:
-        """This process's share among those of `group`, or of all."""
-        group = dist.group.WORLD if group is None else group
+    def of_group(cls, group: dist.ProcessGroup) -> Share:
+        """This process's share among those of `group`: of all, torch.distributed.group.WORLD."""
         return cls(dist.get_rank(group), dist.get_world_size(group), group.group_name)
 
     def of_config(self, config: V41Config) -> V41Config:

@@ -37,7 +37,7 @@ COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "wait_tensor")
 @torch.no_grad()
 def logits_of(model: V41ForCausalLM, forward: Any = None) -> Tensor:
     """Three prompts in one step, all rows of the longest; then four tokens each."""
-    cache, forward = Cache.zeros(model.config, 3, 64), forward or model
+    cache, forward = Cache.zeros(model.config, 3, 64), model if forward is None else forward
     steps = [[Chunk(ids, 0, slot, len(ids) - 4, every_logit=slot == 0) for slot, ids in enumerate(IDS)]]
     steps += [[Chunk(ids, len(ids) - n, slot, len(ids) - n + 1) for slot, ids in enumerate(IDS)] for n in (4, 3, 2, 1)]
     return torch.cat([forward(build_batch(model.config, cache, chunks), cache) for chunks in steps])
@@ -45,7 +45,7 @@ def logits_of(model: V41ForCausalLM, forward: Any = None) -> Tensor:
 
 def run_rank(folder: Path, rank: int, world: int, compiled: str | None) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
-    model = V41ForCausalLM.from_checkpoint(folder, share=Share.of_group())
+    model = V41ForCausalLM.from_checkpoint(folder, share=Share.of_group(dist.group.WORLD))
     forward = torch.compile(model, backend=compiled, fullgraph=True) if compiled else model
     torch.save(logits_of(model, forward), folder / f"logits of rank {rank}")
     dist.destroy_process_group()
@@ -195,7 +195,7 @@ def test_one_process_has_no_collective_and_several_have_two_a_layer() -> None:
     assert found == dict.fromkeys(COLLECTIVES, 0)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
-        found, logits = collectives(V41ForCausalLM(config, Share.of_group()))
+        found, logits = collectives(V41ForCausalLM(config, Share.of_group(dist.group.WORLD)))
     finally:
         dist.destroy_process_group()
     assert found == {"all_reduce": 2, "all_gather_into_tensor": 1, "wait_tensor": 3}
