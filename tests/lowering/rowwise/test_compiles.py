@@ -1,36 +1,51 @@
-"""The kernel of the boundary at released widths (presets bench and flash) compiles for Hopper and Blackwell.
+"""Kernels at released widths (presets bench and flash) compile for Hopper and Blackwell.
 
-Hardly a register is spilled; what each launch takes stands at the end of the tests' output.
+Hardly a register is spilled by the boundary's, none by the others; what each launch takes stands at the end of the
+tests' output.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 
 from v41.lowering.cross_compile import Facts, Request, compile_for
-from v41.lowering.rowwise import GeneratedKernel, pass_over
+from v41.lowering.rowwise import GeneratedKernel, HeldKernel, Kernel, generate, pass_over
 from v41.lowering.rowwise.schedule import LATER
 from v41.tools.bench import seam
+from v41.tools.bench.rowwise_cases import CASES
 
-POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+POINTER = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+QUICK = ("norm_rope_fp8", "router")
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
 
 
-def requests(kernel: GeneratedKernel, inputs: tuple[torch.Tensor, ...], rows: list[int], arch: str) -> list[Request]:
-    """One request for the schedule of each of `rows`."""
+def requests(
+    kernel: Kernel, inputs: Callable[[int], Sequence[torch.Tensor]], rows: list[int], arch: str
+) -> list[Request]:
+    """One request for each launch of the schedule of each of `rows`, with inputs of so many."""
     found = []
     names = kernel.function.arg_names
     for count in rows:
-        given = [arg.new_empty(count, *arg.shape[1:]) if i < seam.ROW_INPUTS else arg for i, arg in enumerate(inputs)]
-        call = kernel.prepare(given)
+        call = kernel.prepare(inputs(count))
         types = ["i32" if isinstance(arg, int) else POINTER[arg.dtype] for arg in call.arguments]
         signature = dict(zip(names, types, strict=False))
         for _, constants in call.launches:
             found.append(Request(str(kernel.path), kernel.name, signature, constants, arch, (), call.options))
     return found
+
+
+def told(request: Request, fact: Facts) -> tuple[str, str]:
+    """Which launch it is, and what it takes."""
+    label = f"{fact.arch} " + " ".join(f"{name}={value}" for name, value in request.constants.items())
+    return label, f"{fact.registers} registers, {fact.spill_bytes} bytes spilled, {fact.shared_bytes} shared"
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +56,34 @@ def kernel() -> GeneratedKernel:
 def test_boundary_compiles_with_hardly_a_spill(
     kernel: GeneratedKernel, record_property: Callable[[str, object], None]
 ) -> None:
-    inputs, rows = seam.inputs(2, "cpu"), [1, 16, 64, 256, 1024, 4096]
+    inputs, rows = partial(seam.inputs, device="cpu"), [1, 16, 64, 256, 1024, 4096]
     asked = requests(kernel, inputs, rows, "sm_90") + requests(kernel, inputs, [1, 4096], "sm_100")
     facts: list[Facts] = compile_for(asked)
     for request, fact in zip(asked, facts, strict=True):
-        label = f"{fact.arch} " + " ".join(f"{name}={request.constants[name]}" for name in ("ROWS", "GROUP", "STEP"))
-        facts_found = f"{fact.registers} registers, {fact.spill_bytes} bytes spilled, {fact.shared_bytes} shared"
+        label, facts_found = told(request, fact)
         record_property(label, facts_found)
         assert fact.spill_bytes <= 192, label
         assert re.search(r"ld\.global[\w.:]*\.v[24]|cp\.async", fact.ptx), f"{label}: narrow loads"
         products = request.constants["STEP"] != LATER
         assert ("mma.sync" in fact.ptx) == products and "wgmma" not in fact.ptx, f"{label}: another order of sums"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_work_between_products_compiles_without_a_spill(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
+    case = CASES[name]
+    kernel = generate(case.body(), name)
+    assert isinstance(kernel, Kernel)
+    inputs, quick = partial(case.inputs, device="cpu"), name in QUICK
+    asked = requests(kernel, inputs, [1] if quick else [1, 64, 4096], "sm_90")
+    asked += [] if quick else requests(kernel, inputs, [1, 4096], "sm_100")
+    facts = compile_for(asked)
+    for request, fact in zip(asked, facts, strict=True):
+        label, found = told(request, fact)
+        record_property(label, found)
+        assert fact.spill_bytes == 0, label
+    if isinstance(kernel, HeldKernel) and kernel.front is not None:
+        products = [fact for request, fact in zip(asked, facts, strict=True)
+                    if fact.arch == "sm_90" and request.constants["STEP"] != LATER]  # fmt: skip
+        assert all("wgmma" in fact.ptx and "mma.sync" not in fact.ptx for fact in products), "another order of sums"
