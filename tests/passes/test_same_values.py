@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tests.invariants import apply
 from tests.strategies.tracing import trace
 from v41.errors import InvariantBroken
 from v41.model_def.batch import Chunk, build_batch
@@ -16,6 +17,7 @@ from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.passes import same_values
+from v41.passes.canonicalize import canonicalize
 from v41.passes.pipeline import PIPELINE, copy_of
 from v41.passes.same_values import RULE, check_values, difference, random_inputs, same_bits, span_of
 from v41.report import collect
@@ -74,6 +76,19 @@ def test_what_cannot_be_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert told is not None and told.startswith("values not compared: the program does not run on random inputs")
     monkeypatch.setattr(same_values, "LIMIT", 100)
     assert check_values(program(), program(), name="nothing") == "values not compared: the inputs take 9.09e-07 GiB"
+
+
+def test_bits_that_are_read_as_floats_say_nothing_in_fp64() -> None:
+    """Half as many numbers fit the sizes of this program by luck, and not once it says how many there are."""
+
+    def scaled(x: Tensor, bits: Tensor) -> Tensor:
+        return x * bits.view(torch.float32).unsqueeze(-1)
+
+    before = trace(scaled, torch.randn(5, 2, 4), torch.zeros(5, 2, dtype=torch.int32))
+    after = copy_of(before)
+    apply(canonicalize, after)
+    assert difference(before, after, 3, exact=True) is None
+    assert check_values(before, after, name="canonicalize") is None
 
 
 def test_integers_reach_all_of_what_they_index_and_no_further() -> None:
