@@ -20,9 +20,7 @@ from tests.strategies.engrams import (
     LOOKUP_FLAWS,
     MASKS,
     ROOTS,
-    STREAMS,
     TABLE,
-    WIDTH,
     Gate,
     Lookup,
     Part,
@@ -50,9 +48,9 @@ FEWER = settings(max_examples=settings.default.max_examples // 6, phases=[Phase.
 FLAWS = LOOKUP_FLAWS | GATE_FLAWS
 ALL: tuple[Part, ...] = (
     Lookup(),
-    Lookup((5, 7, 11, 13), 1, "index_select", "by order", "bfloat16", True),
+    Lookup((5, 7, 11, 13), 1, "index_select", "by order", "bfloat16", True, 64),
     Gate(),
-    Gate("sign last", "einsum", "product", 1e-6, 1e-3, 0.25),
+    Gate("sign last", "einsum", "product", 1e-6, 1e-3, 0.25, 4, 24),
     Gate(mask="none", floor=1e-3),
 )
 
@@ -84,7 +82,7 @@ def check(decision: Decision, part: Part) -> bool:
     assert decision.region is not None, decision
     attrs = decision.region.attrs
     if isinstance(part, Gate):
-        wanted: dict[str, Any] = {"streams": STREAMS, "width": WIDTH, "eps": part.eps, "floor": part.floor}
+        wanted: dict[str, Any] = {"streams": part.streams, "width": part.width, "eps": part.eps, "floor": part.floor}
         wanted["masked"] = part.mask != "none"
         assert attrs["scale"] == pytest.approx(part.scale)
         roles = ["streams", "key", "value", "weight", "weight", *["mask"] * (part.mask != "none")]
@@ -92,7 +90,7 @@ def check(decision: Decision, part: Part) -> bool:
         orders = tuple(range(2, len(part.multipliers) + 1))
         tables = part.heads * len(orders)
         wanted = {"multipliers": part.multipliers, "orders": orders, "heads": part.heads, "tables": tables,
-                  "width": WIDTH, "rows": TABLE, "stored": part.stored, "ids_alone": True,
+                  "width": part.width, "rows": TABLE, "stored": part.stored, "ids_alone": True,
                   "then": ("fp8",) * part.quantised}  # fmt: skip
         assert attrs["outputs"] == (("quantised",) if part.quantised else ("rows",))
         roles = ["ids", *["constant"] * 3, "table", *["table"] * (part.stored != "bfloat16")]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule
 
-from tests.invariants import apply, check_pass, copy_program
+from tests.invariants import apply, check_fired_share, check_pass, copy_program
 from tests.strategies.index_scores import CAPACITY, SCALES, SLOTS, WIDTH, Indexer, legal
 from tests.strategies.restricted_scores import FLAWS, SIZES, Pair, pair
 from tests.strategies.tracing import trace
@@ -29,7 +29,7 @@ from v41.passes.restrict_index_scores import RULES, restrict_index_scores
 from v41.regions import body_of, region_of, regions
 
 SLOW = pytest.mark.slow
-FEWER = settings(max_examples=settings.default.max_examples // 4, phases=[Phase.generate])
+FEWER = settings(max_examples=settings.default.max_examples // 8, phases=[Phase.generate])
 QUICK = "candidates in another order"
 PLAIN = pair(Indexer(), Indexer(heads=3, chunk=2))
 PASSES = (canonicalize, outline_index_scores, restrict_index_scores)
@@ -92,12 +92,12 @@ def test_legal_pairs_are_restricted_and_flawed_ones_are_not() -> None:
     fired: list[bool] = []
 
     @FEWER
-    @given(legal, legal, st.sampled_from(["", *sorted(FLAWS)]), st.booleans())
-    def draw(source: Indexer, again: Indexer, flaw: str, fires: bool) -> None:
-        fired.append(check(pair(source, again, "" if fires else flaw)))
+    @given(legal, legal, st.sampled_from(sorted(FLAWS)))
+    def draw(source: Indexer, again: Indexer, flaw: str) -> None:
+        fired.extend(check(pair(source, again, each)) for each in ("", flaw))
 
     draw()
-    assert 0.3 <= sum(fired) / len(fired) <= 0.9
+    check_fired_share(fired)
 
 
 # ---- values of real steps, and what is computed for them

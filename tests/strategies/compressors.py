@@ -108,6 +108,7 @@ legal = st.builds(
     st.sampled_from([None, "the model's"]),
     st.sampled_from([None, "fp4 record"]),
     st.sampled_from([1e-20, 1e-6]),
+    st.sampled_from([32, 64]),
 ).map(lambda pooling: pooling if pooling.normed else replace(pooling, rope=None, format=None))
 flawed = st.builds(
     lambda pooling, flaw: replace(pooling, flaw=flaw, normed=True, format="fp4 record"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.strategies.mhc import drawn_like
 from v41.model_def.quantization import dequantize_fp8, fake_quant_fp8, quantize_fp8
 
-TABLE, VOCABULARY, STREAMS, WIDTH = 50, 40, 3, 32
+TABLE, VOCABULARY, WIDTH = 50, 40, 32
 EFFECT = "nothing is written in between, and no effect reads it there"
 READ = "only its result is read outside"
 HASHED = "each hash is the xor of the first ids, multiplied"
@@ -45,16 +45,17 @@ class Lookup:
     hashes: str = "stacked"  # "by order": each its own remainder's columns
     stored: str = "fp8/32"  # "bfloat16"
     quantised: bool = False
+    width: int = WIDTH
     flaw: str = ""
 
     def tensors(self) -> list[Tensor]:
         """ids [T, N], the map of tokens, primes and offsets, a table and its scales, a matrix."""
         orders = len(self.multipliers) - 1
         primes = torch.arange(7, 7 + orders * self.heads).view(orders, self.heads)
-        values, scale = quantize_fp8(torch.randn(TABLE, WIDTH))
-        table = values if self.stored != "bfloat16" else torch.randn(TABLE, WIDTH).bfloat16()
+        values, scale = quantize_fp8(torch.randn(TABLE, self.width))
+        table = values if self.stored != "bfloat16" else torch.randn(TABLE, self.width).bfloat16()
         ids = torch.randint(-1, VOCABULARY, (5, orders + 1))
-        matrix = torch.randn(orders * self.heads * WIDTH, 8).bfloat16()
+        matrix = torch.randn(orders * self.heads * self.width, 8).bfloat16()
         return [ids, torch.arange(VOCABULARY) % 17, primes, primes * 2, table, scale, matrix]
 
     def run(self, ids: Tensor, known: Tensor, primes: Tensor, offsets: Tensor, table: Tensor, scale: Tensor,
@@ -132,15 +133,17 @@ class Gate:
     eps: float = 1e-20
     floor: float = 1e-6
     scale: float = WIDTH**-0.5
+    streams: int = 3
+    width: int = WIDTH
     flaw: str = ""
 
     def tensors(self) -> list[Tensor]:
         """Streams, what keys and value are cut from, ids; two weights, a matrix."""
-        X, kv = torch.randn(5, STREAMS, WIDTH).bfloat16(), torch.randn(5, STREAMS + 1, WIDTH).bfloat16()
-        return [X, kv, torch.randint(-1, 3, (5, 2)), *torch.rand(2, STREAMS, WIDTH).bfloat16()]
+        X, kv = (torch.randn(5, count, self.width).bfloat16() for count in (self.streams, self.streams + 1))
+        return [X, kv, torch.randint(-1, 3, (5, 2)), *torch.rand(2, self.streams, self.width).bfloat16()]
 
     def run(self, X: Tensor, kv: Tensor, ids: Tensor, q: Tensor, k: Tensor) -> list[Tensor]:
-        key, value = kv.split((STREAMS, 1), 1)
+        key, value = kv.split((self.streams, 1), 1)
         x, w = X.float(), q.float() * k.float()
         dot = DOTS[self.dot](x, w, key.float(), self.eps) * self.scale
         if self.flaw == "keys are not normed":
@@ -184,6 +187,7 @@ legal_lookups = st.builds(
     st.sampled_from(["stacked", "by order"]),
     st.sampled_from(["fp8/32", "bfloat16"]),
     st.booleans(),
+    st.sampled_from([32, 64]),
 )
 legal_gates = st.builds(
     Gate,
@@ -193,6 +197,8 @@ legal_gates = st.builds(
     st.sampled_from([1e-20, 1e-6]),
     st.sampled_from([1e-6, 1e-3]),
     st.sampled_from([WIDTH**-0.5, 0.25]),
+    st.integers(2, 4),
+    st.sampled_from([32, 24]),
 )
 flawed_lookups = st.builds(
     lambda lookup, flaw: replace(lookup, flaw=flaw, stored="fp8/32", multipliers=(9007, 123457, 77)),

@@ -17,7 +17,7 @@ from tests.strategies import mhc as mhc  # it defines drawn_like
 from v41.passes.experts_parts import GROUPED, rows_of
 from v41.passes.matching import aten, prims
 
-WIDTH, INNER = 16, 8  # a grouped product asks for rows of 16 bytes
+WIDTH, INNER = 16, 8  # at least: a grouped product asks for rows of 16 bytes
 ENDS: dict[str, Callable[[Tensor, int], Tensor]] = {  # of the sorted expert numbers
     "searchsorted": lambda e, n: torch.searchsorted(e, torch.arange(n), right=True, out_int32=True),
     "counts": lambda e, n: (e[:, None] == torch.arange(n)).sum(0).cumsum(0).int(),
@@ -63,19 +63,22 @@ class Mixture:
     experts: int = 4
     k: int = 2
     limit: float | None = 10.0
+    width: int = WIDTH
+    inner: int = INNER
 
     def rows(self) -> list[Tensor]:
         """x, the router's weights, the picks."""
         picks = torch.stack([torch.randperm(self.experts)[: self.k] for _ in range(5)])
-        return [torch.randn(5, WIDTH).bfloat16(), torch.rand(5, self.k), picks]
+        return [torch.randn(5, self.width).bfloat16(), torch.rand(5, self.k), picks]
 
     def weights(self) -> list[Tensor]:
         """Of the experts [E, out, in], then of the shared one; W3 None where W1 holds both."""
-        shapes = [(self.experts, INNER, WIDTH)] * 2 + [(self.experts, WIDTH, INNER)]
+        width, inner = self.width, self.inner
+        shapes = [(self.experts, inner, width)] * 2 + [(self.experts, width, inner)]
         if self.together:
-            shapes = [(self.experts, 2 * INNER, WIDTH), shapes[2]]
+            shapes = [(self.experts, 2 * inner, width), shapes[2]]
         if self.shared != "none":
-            shapes += [(INNER, WIDTH)] * 2 + [(WIDTH, INNER)]
+            shapes += [(inner, width)] * 2 + [(width, inner)]
         return [torch.randn(shape).bfloat16() for shape in shapes]
 
     def forward(self, x: Tensor, weights: Tensor, picks: Tensor, *held: Tensor) -> Tensor:
@@ -113,8 +116,8 @@ class Mixture:
 
     def wanted(self) -> dict[str, Any]:
         """What the region must say of itself."""
-        inner = INNER if self.shared in ("same", "einsum") else None
-        own = {"experts": self.experts, "k": self.k, "limit": self.limit, "hidden": WIDTH, "inner": INNER}
+        inner = self.inner if self.shared in ("same", "einsum") else None
+        own = {"experts": self.experts, "k": self.k, "limit": self.limit, "hidden": self.width, "inner": self.inner}
         return {**own, "shared_inner": inner, "weights": "bfloat16", "activations": "bfloat16"}
 
     def roles(self) -> list[str]:
@@ -136,6 +139,8 @@ legal = st.builds(
     st.integers(3, 9),
     st.integers(1, 3),
     st.sampled_from([None, 1.5, 10.0]),
+    st.sampled_from([16, 24]),
+    st.sampled_from([8, 32]),
 )
 
 

@@ -69,12 +69,13 @@ class Router:
     k: int = 2
     eps: float = 1e-20
     scaling: float = 1.5
+    width: int = 6
     flaw: str = ""
 
     def to_trace(self) -> tuple[Callable[..., tuple[Tensor, ...]], Tensor, list[Tensor]]:
         """The function, its rows, its weights."""
-        x = torch.randn(5, 6).bfloat16()
-        weights = [torch.randn(self.experts, 6).bfloat16(), torch.randn(self.experts)]
+        x = torch.randn(5, self.width).bfloat16()
+        weights = [torch.randn(self.experts, self.width).bfloat16(), torch.randn(self.experts)]
         return self.route, x, weights
 
     def route(self, x: Tensor, W: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
@@ -129,5 +130,6 @@ legal = st.builds(
     st.integers(1, 4),
     st.sampled_from([1e-20, 1e-6]),
     st.sampled_from([1.0, 1.5, 2.5]),
+    st.sampled_from([6, 11]),
 )
 flawed = st.builds(lambda router, flaw: replace(router, flaw=flaw), legal, st.sampled_from(sorted(FLAWS)))

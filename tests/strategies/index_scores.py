@@ -25,7 +25,7 @@ def by_einsum(q: Tensor, k: Tensor) -> Tensor:
 
 
 def by_matmul(q: Tensor, k: Tensor) -> Tensor:
-    return torch.matmul(q.float(), k.float().mT.unsqueeze(1))
+    return torch.matmul(q.float(), k.float().transpose(1, 2).unsqueeze(1))
 
 
 def by_rows(q: Tensor, k: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from v41.model_def.quantization import dequantize_fp8_weight, fake_quant_fp4, fake_quant_fp8, quantize_fp8_weight
 
-ROWS, HEADS, WIDTH, HIDDEN = 5, 4, 32, 64
+ROWS, HEADS, HIDDEN = 5, 4, 64
 DOWNS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # o [T, G, d], A [G, r, d] -> [T, G, r]
     "einsum": lambda o, a: torch.einsum("tgd,grd->tgr", o, a),
     "matmul": lambda o, a: (o.transpose(0, 1) @ a.mT).transpose(0, 1),
@@ -51,15 +51,16 @@ class Projection:
     groups: int = 2
     rank: int = 32
     fp32: bool = False  # the grouped product
+    head: int = 32  # channels of one
     flaw: str = ""
 
     def to_trace(self) -> tuple[Callable[..., Any], Tensor, list[Tensor]]:
         """The function, its rows, its weights."""
-        width = HEADS * WIDTH // self.groups
+        width = HEADS * self.head // self.groups
         a = torch.randn(self.groups, *((self.rank, width) if self.stored == "in last" else (width, self.rank)))
         b = torch.randn(HIDDEN, self.groups * self.rank)
         weights = [a.bfloat16(), *(quantize_fp8_weight(b) if self.packed else [b.bfloat16()])]
-        return self.project, torch.randn(ROWS, HEADS, WIDTH).bfloat16(), weights
+        return self.project, torch.randn(ROWS, HEADS, self.head).bfloat16(), weights
 
     def project(self, o: Tensor, a: Tensor, b: Tensor, *scales: Tensor) -> Any:
         b = dequantize_fp8_weight(b, *scales) if scales else b
@@ -89,7 +90,7 @@ class Projection:
         return {
             "groups": self.groups,
             "rank": self.rank,
-            "width": HEADS * WIDTH // self.groups,
+            "width": HEADS * self.head // self.groups,
             "hidden": HIDDEN,
             "axes": ("grd" if self.stored == "in last" else "gdr", "or"),
             "formats": ("bfloat16", "fp8/32x32" if self.packed else "bfloat16"),
@@ -109,5 +110,6 @@ legal = st.builds(
     st.sampled_from((2, 4)),
     st.sampled_from((32, 64)),
     st.booleans(),
+    st.sampled_from((32, 64)),
 )
 flawed = st.sampled_from(sorted(FLAWS)).map(lambda flaw: replace(Projection(), flaw=flaw))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.compiler import nested_compile_region
 from torch.func import functionalize
 from torch.fx import GraphModule
 
@@ -124,6 +125,8 @@ FLAWED: dict[str, st.SearchStrategy[Part]] = {
     "experts": st.builds(OtherMixture).map(of_mixture),
     "projection": projections.flawed.map(part_of("output_projection", projections.FLAWS)),
 }
+# May lie in a subgraph: a boundary spans two, and of the others Dynamo traces no `mT` there.
+INSIDE = (norms.Row, compressors.Pooling, engrams.Lookup, engrams.Gate, index_scores.Indexer)
 OF_SYMBOLS = ("experts", "projection")  # found where rows are a symbol, and not a number among other numbers
 
 
@@ -158,15 +161,21 @@ TIES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, list[Tensor]]]]
 
 @dataclass(frozen=True)
 class Program:
-    """ties: what stands behind each part. returned: whether its results are returned as well."""
+    """ties: what stands behind each part. returned: whether its results are returned as well.
+
+    inside: whether it is a subgraph of its own, which the model asked for; only Dynamo keeps these.
+    """
 
     parts: tuple[Part, ...]
     ties: tuple[str, ...]
     returned: tuple[bool, ...]
+    inside: tuple[bool, ...]
 
     def to_trace(self) -> Inputs:
         """The function, its rows, its weights. A cache and the rows' places in it come first."""
         made = [inputs_of(part.site) for part in self.parts]
+        pairs = zip(made, self.inside, strict=True)
+        functions = [as_subgraph(fn) if inside else fn for (fn, *_), inside in pairs]
         rows, weights = [torch.arange(5) % SLOTS], [torch.zeros(SLOTS, 1)]
         rows += [row for _, own, _ in made for row in own]
         weights += [weight for _, _, own in made for weight in own]
@@ -175,7 +184,7 @@ class Program:
             (at, *moving), (cache, *still) = given[: len(rows)], given[len(rows) :]
             results: list[Tensor] = []
             number = None
-            for (fn, own, held), tie, returned in zip(made, self.ties, self.returned, strict=True):
+            for fn, (_, own, held), tie, returned in zip(functions, made, self.ties, self.returned, strict=True):
                 taken, moving = moving[: len(own)], moving[len(own) :]
                 kept, still = still[: len(held)], still[len(held) :]
                 found = tensors(fn(*tied(taken, number), *kept))
@@ -204,6 +213,13 @@ class Program:
         return trace_as_is(functionalize(fn, remove="mutations"), [*rows, *weights])
 
 
+def as_subgraph(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Tensor) -> Any:
+        return fn(*args)
+
+    return nested_compile_region(run)  # type: ignore[no-any-return]
+
+
 def tensors(results: Any) -> list[Tensor]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
@@ -229,4 +245,7 @@ def whole_programs(draw: st.DrawFn, kinds: Sequence[str] = tuple(LEGAL), longest
     drawn = draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=longest, unique=True))
     parts = tuple(draw((FLAWED if draw(st.integers(0, 3)) == 0 else LEGAL)[kind]) for kind in drawn)
     ties = tuple(draw(st.sampled_from(sorted(TIES))) for _ in parts)
-    return Program(parts, ties, tuple(draw(st.booleans()) for _ in parts))
+    program = Program(parts, ties, tuple(draw(st.booleans()) for _ in parts), (False,) * len(parts))
+    if not program.symbolic:
+        return program
+    return replace(program, inside=tuple(isinstance(p.site, INSIDE) and draw(st.booleans()) for p in parts))
