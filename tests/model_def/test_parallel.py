@@ -15,6 +15,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.model_def.exact import exact
 from tests.model_def.rows import QUICK, TINY
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
@@ -23,8 +24,6 @@ from v41.model_def.errors import CheckpointError, PartOfAModel, ShareNotWhole
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import Share, split_dimension
 from v41.model_def.quantization import dequantize_fp8_weight, quantize_fp8_weight
-from v41.tools.compare import KL_LIMIT, agree
-from v41.tools.exact import Exact
 from v41.tools.inspect import first_layers
 
 FOUR = TINY.replace(o_groups=4)
@@ -67,13 +66,15 @@ def run_ranks(folder: Path, world: int, compiled: str | None = None) -> list[Ten
 
 
 def check_agrees(ours: Tensor, model: V41ForCausalLM) -> None:
-    """KL as for any compiled run. The argmax may differ where the lead is below twice what fp64 sums change in any row:
-    the parts' rounding to bf16 flips as many picks and quantised values as that, if not in the same rows."""
+    """KL at most 0.02 in every row. The argmax may differ where the lead is below twice what exact sums change in any
+    row: the parts' rounding to bf16 flips as many picks and quantised values as those, if not in the same rows."""
     alone = logits_of(model)
-    with Exact():
-        agreement = agree(alone, ours, logits_of(model))
-    assert agreement.max_kl <= KL_LIMIT
-    assert all(row.same_argmax or row.gap < 2 * agreement.max_deviation for row in agreement.rows)
+    with exact():
+        noise = float((logits_of(model) - alone).abs().max())
+    kl = (alone.softmax(-1) * (alone.log_softmax(-1) - ours.log_softmax(-1))).sum(-1)
+    lead = -alone.topk(2).values.diff().squeeze(-1)
+    assert kl.max() <= 0.02
+    assert ((alone.argmax(-1) == ours.argmax(-1)) | (lead < 2 * noise)).all()
 
 
 @pytest.mark.parametrize(("kind", "world"), [
@@ -125,19 +126,20 @@ def test_parts_of_sublayers_add_up(kind: str, world: int, tmp_path: Path) -> Non
 
 
 def test_every_rank_reads_its_part_and_all_parts_are_the_whole(tmp_path: Path) -> None:
-    model = V41ForCausalLM.random(QUANTISED)
+    config = first_layers(QUANTISED, 2)
+    model = V41ForCausalLM.random(config)
     save_checkpoint(model, tmp_path)
     shares, whole = load_shares(tmp_path, 4), slots(model)
     split = [name for name in whole if split_dimension(name) is not None]
-    assert len(split) == 1 + 6 * (6 + 6 * (1 + FOUR.n_routed_experts))  # head; attention without fp8 scales of wo_a
+    assert len(split) == 1 + 2 * (6 + 6 * (1 + config.n_routed_experts))  # head; attention without fp8 scales of wo_a
     for name, slot in whole.items():
         parts, dim = [slots(share)[name].parameter for share in shares], split_dimension(name)
         if dim is None:
             assert all(torch.equal(as_bytes(part), as_bytes(slot.parameter)) for part in parts), name
         else:
             assert torch.equal(torch.cat([as_bytes(part) for part in parts], dim), as_bytes(slot.parameter)), name
-    held = [sum(p.nbytes for p in share.layers[3].ffn.experts.parameters()) for share in shares]
-    assert held == [sum(p.nbytes for p in model.layers[3].ffn.experts.parameters()) // 4] * 4
+    held = [sum(p.nbytes for p in share.layers[1].ffn.experts.parameters()) for share in shares]
+    assert held == [sum(p.nbytes for p in model.layers[1].ffn.experts.parameters()) // 4] * 4
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def test_wo_a_in_fp8_is_shared_too(tmp_path: Path) -> None:
-    save_checkpoint(V41ForCausalLM.random(QUANTISED), tmp_path)
+    save_checkpoint(V41ForCausalLM.random(first_layers(QUANTISED, 2)), tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
     name = "layers.1.attn.wo_a.weight"
     tensors[name], scale = quantize_fp8_weight(tensors[name])
