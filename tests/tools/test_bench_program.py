@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from v41.model_def import attention, mhc, moe
+from v41.model_def.batch import Batch
+from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.bench import program, timing
 from v41.tools.bench.contenders import INDUCTOR, MARK, NAMES, without_regions
 from v41.tools.bench.program import in_turn, line, memory, ratios
-from v41.tools.bench.program_cases import Case, cut, floor_us, prepare, weight_bytes
+from v41.tools.bench.program_cases import Case, cut, eager_logits, floor_us, prepare, weight_bytes
 from v41.tools.cli import main
 
 CONFIG = cut(V41Config.preset("tiny"))
@@ -48,6 +50,33 @@ def test_a_cut_keeps_the_widths_and_one_layer_of_each_kind(preset: str) -> None:
     assert (one.hidden_size, one.n_routed_experts, one.vocab_size) == (
         whole.hidden_size, whole.n_routed_experts, whole.vocab_size,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def test_a_step_that_does_not_fit_is_read_in_parts(model: V41ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("v41.tools.bench.program_cases.PART", 8)
+    decode, prefill = prepare(model, [1], [20], context=12)
+    assert (decode.parts, [part.tokens.shape[0] for part in prefill.parts]) == ((), [8, 8, 4])
+    (whole,), touched = eager_logits(model, prefill), weight_bytes(model, prefill)
+    small = Cramped(model, rows=8)
+    torch.testing.assert_close(eager_logits(small, prefill)[0], whole, atol=0.2, rtol=0)
+    assert small.read == [20, 8, 8, 4] and weight_bytes(small, prefill) == touched
+    with pytest.raises(torch.OutOfMemoryError):
+        eager_logits(Cramped(model, rows=0), decode)
+
+
+class Cramped(torch.nn.Module):
+    """The model on a device that holds a step of so many rows."""
+
+    def __init__(self, model: V41ForCausalLM, rows: int) -> None:
+        super().__init__()
+        self.model, self.rows, self.read = model, rows, list[int]()
+
+    def forward(self, batch: Batch, cache: Cache) -> torch.Tensor:
+        self.read.append(batch.tokens.shape[0])
+        if self.read[-1] > self.rows:
+            raise torch.OutOfMemoryError
+        return self.model(batch, cache)
 
 
 @torch.no_grad()

@@ -35,10 +35,11 @@ from v41.model_def.model import V41ForCausalLM
 from v41.tools.bench import timing
 from v41.tools.bench.capacity import cost
 from v41.tools.bench.contenders import INDUCTOR, Contender, contender
-from v41.tools.bench.program_cases import Case, cut, floor_us, prepare, weight_bytes
+from v41.tools.bench.program_cases import Case, cut, eager_logits, floor_us, prepare, weight_bytes
 from v41.tools.compare import agree
 from v41.tools.exact import Exact
 from v41.tools.generate_view import agreement_values
+from v41.tools.last_bits import Nudged
 from v41.tools.tables import add, table
 
 WARM = 4  # further steps before the first that counts: v41 captures the second of its sizes, Inductor the third
@@ -100,24 +101,26 @@ def in_turn(names: Sequence[str], cases: Sequence[Case]) -> list[tuple[str, Case
 
 
 def holds(record: Record) -> bool:
-    return "error" not in record and record["agreement"]["failed"] == 0
+    return "error" not in record and bool(record["agreement"]["holds"])
 
 
 @torch.no_grad()
 def references(model: V41ForCausalLM, cases: Sequence[Case], result: Record) -> dict[str, tuple[Tensor, Tensor]]:
-    """Logits of eager and of the fp64 run by case, on the CPU; the bytes of its weights go into result["steps"]."""
+    """By case, on the CPU: eager's logits, and those of runs with other last bits (last_bits.py), the fp64 run first.
+    The bytes of the weights go into result["steps"]."""
     result["steps"], found = {}, {}
     for case in cases:
         touched = weight_bytes(model, case)
         step: Record = {"touched_bytes": touched, "floor_us": round(floor_us(touched), 1)}
         result["steps"][case.name] = step
-        eager = model(case.plain, case.cache).cpu()
+        eager, others = eager_logits(model, case).cpu(), []
         try:
-            with Exact():
-                exact = model(case.plain, case.cache).cpu()
+            for mode in (Exact(), Nudged(0)):
+                with mode:
+                    others.append(eager_logits(model, case).cpu())
         except torch.OutOfMemoryError:
-            exact, step["fp64"] = eager, "none: out of memory"  # excuses nothing
-        found[case.name] = (eager, exact)
+            others, step["last bits"] = [eager], "none: out of memory"  # excuses nothing
+        found[case.name] = (eager, torch.stack(others))
         clean_up()
     return found
 
@@ -141,8 +144,8 @@ def measure(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: boo
     found: Record = {"first_s": round(time.perf_counter() - started, 1)}
     for _ in range(WARM):
         logits = step()
-    eager, exact = truth
-    found["agreement"] = agreement_values(agree(eager, logits[: len(eager)].cpu(), exact))
+    eager, last_bits = truth
+    found["agreement"] = agreement_values(agree(eager, logits[: len(eager)].cpu(), last_bits))
     del logits
     if not timed:
         return found

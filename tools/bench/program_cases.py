@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,20 @@ from v41.model_def.model import Embedding, V41ForCausalLM
 from v41.model_def.moe import MoE
 from v41.tools.bench.boundary import COPY_BYTES_A_US
 
+PART = 2048
+
 
 @dataclass(frozen=True)
 class Case:
-    """A step: `batch` in buckets, as v41 wants it. `plain`: as long as its chunks and of no marked size."""
+    """A step: `batch` in buckets, as v41 wants it. `plain`: as long as its chunks and of no marked size. `parts`: steps
+    of at most PART rows that read the same, of a step that is longer."""
 
     kind: str  # decode or prefill
     rows: int
     batch: Batch
     plain: Batch
     cache: Cache
+    parts: tuple[Batch, ...] = ()
 
     @property
     def name(self) -> str:
@@ -79,8 +84,30 @@ def prepare(model: V41ForCausalLM, decode: Sequence[int], prefill: Sequence[int]
 
 
 def case(kind: str, rows: int, chunks: Sequence[Chunk], config: V41Config, cache: Cache) -> Case:
-    exact = build_batch(config, cache, chunks)
-    return Case(kind, rows, build_batch(config, cache, chunks, buckets=Buckets()), unmarked(exact), cache)
+    def plain(chunks: Sequence[Chunk]) -> Batch:
+        return unmarked(build_batch(config, cache, chunks))
+
+    parts = [plain(part) for part in in_parts(chunks)] if rows > PART else []
+    return Case(kind, rows, build_batch(config, cache, chunks, buckets=Buckets()), plain(chunks), cache, tuple(parts))
+
+
+def in_parts(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """The one chunk of a step that reads, PART rows at a time."""
+    (whole,) = chunks
+    ends = [*range(whole.start + PART, len(whole.ids), PART), len(whole.ids)]
+    return [[Chunk(whole.ids, start, whole.slot, end)] for start, end in pairwise([whole.start, *ends])]
+
+
+def eager_logits(model: V41ForCausalLM, case: Case) -> Tensor:
+    """Of the plain model. Where one step does not fit into the device's memory, the parts of it one after another."""
+    try:
+        return model(case.plain, case.cache)
+    except torch.OutOfMemoryError:
+        if not case.parts:
+            raise
+    for part in case.parts:
+        logits = model(part, case.cache)
+    return logits
 
 
 def unmarked(batch: Batch) -> Batch:
@@ -103,7 +130,7 @@ def token_ids(config: V41Config, count: int) -> list[int]:
 @torch.no_grad()
 def weight_bytes(model: V41ForCausalLM, case: Case) -> int:
     """Bytes of the weights that a step reads: of experts those that its rows pick, of tables the rows looked up."""
-    touched: dict[nn.Module, int] = {}  # of a stack of experts or a table, so many of its first dimension
+    touched: dict[nn.Module, set[int]] = {}  # of a stack of experts or a table, these of its first dimension
     hooks = []
     for module in model.modules():
         if isinstance(module, MoE):
@@ -111,33 +138,34 @@ def weight_bytes(model: V41ForCausalLM, case: Case) -> int:
         elif isinstance(module, (Embedding, EngramTable)):
             hooks.append(module.register_forward_hook(rows_of(touched)))
     try:
-        model(case.plain, case.cache)
+        eager_logits(model, case)
     finally:
         for hook in hooks:
             hook.remove()
     return sum(bytes_read(module, touched.get(module)) for module in model.modules())
 
 
-def picks_of(moe: MoE, touched: dict[nn.Module, int]) -> Callable[..., None]:
+def picks_of(moe: MoE, touched: dict[nn.Module, set[int]]) -> Callable[..., None]:
     def note(gate: nn.Module, inputs: tuple[Tensor], result: tuple[Tensor, Tensor]) -> None:
-        touched.update(dict.fromkeys(moe.experts.children(), result[1].unique().numel()))
+        for weights in moe.experts.children():
+            touched.setdefault(weights, set()).update(result[1].unique().tolist())
 
     return note
 
 
-def rows_of(touched: dict[nn.Module, int]) -> Callable[..., None]:
+def rows_of(touched: dict[nn.Module, set[int]]) -> Callable[..., None]:
     def note(table: nn.Module, inputs: tuple[Tensor], result: Tensor) -> None:
-        touched[table] = inputs[0].unique().numel()
+        touched.setdefault(table, set()).update(inputs[0].unique().tolist())
 
     return note
 
 
-def bytes_read(module: nn.Module, touched: int | None) -> int:
-    """Bytes of a module's own parameters, or of so many slices of each."""
+def bytes_read(module: nn.Module, touched: set[int] | None) -> int:
+    """Bytes of a module's own parameters, or of these slices of each."""
     parameters = list(module.parameters(recurse=False))
     if touched is None:
         return sum(p.numel() * p.element_size() for p in parameters)
-    return sum(touched * p[0].numel() * p.element_size() for p in parameters)
+    return sum(len(touched) * p[0].numel() * p.element_size() for p in parameters)
 
 
 def floor_us(bytes_read: int) -> float:
