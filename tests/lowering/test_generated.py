@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tests.invariants import apply
-from tests.lowering.rowwise.running import check_contract, interpret
+from tests.lowering.rowwise.running import check_contract, check_everywhere, interpret
 from tests.strategies.tracing import trace
 from tests.triton_interpreter import Interpreter
 from v41.errors import PieceInputMismatch
 from v41.lowering.generated import GeneratedPiece, generate_piece, unsupported_device
-from v41.lowering.rowwise import Unsupported
+from v41.lowering.rowwise import Kernel, Unsupported, hold, pass_over
 from v41.model_def import mhc
 from v41.model_def.config import V41Config
 from v41.model_def.norm import rms_norm
@@ -126,6 +127,25 @@ def test_a_piece_beyond_the_generator_is_refused_with_node_and_reason() -> None:
 def test_results_that_lie_otherwise_in_memory_are_refused() -> None:
     refusal = generate_piece(region_piece(lambda x: (x * 2).transpose(1, 2), torch.randn(7, 4, 64)), "any", "any")
     assert isinstance(refusal, Unsupported) and "strides" in refusal.reason
+
+
+@pytest.mark.parametrize("way", [hold, pass_over])
+def test_views_and_masks_are_read_where_they_lie(
+    interpreter: Interpreter, way: Callable[[GraphModule], Kernel]
+) -> None:
+    def weighed(x: Tensor) -> Tensor:
+        key, value = x.split((2, 1), 1)
+        return torch.where(value[..., 0] > 0, (key * value).sum(-1), 0.0)
+
+    gm = trace(weighed, torch.randn(7, 3, 64))
+    views = ("split", "slice", "select", "getitem", "gt")
+    inside = [n for n in gm.graph.nodes if n.op == "call_function" and not n.name.startswith(views)]
+    outline(gm, inside, kind="any")
+    piece = next(piece for piece in partition(gm, cut_at=("any",)).pieces if piece.border == "region any")
+    metas = [n.meta["val"] for n in piece.body.graph.nodes if n.op == "placeholder"]
+    assert any(isinstance(v, Tensor) and v.stride()[0] == 192 for v in metas)
+    assert any(isinstance(v, Tensor) and v.dtype == torch.bool for v in metas)
+    check_everywhere(interpreter, piece.body, way(piece.body))
 
 
 def test_there_are_no_kernels_for_a_cpu() -> None:
