@@ -21,7 +21,7 @@ from torch.nn.functional import embedding
 from v41.model_def.attention import Attention
 from v41.model_def.batch import Batch, check_cache
 from v41.model_def.cache import Cache
-from v41.model_def.checkpoint import Progress, load_checkpoint
+from v41.model_def.checkpoint import LoadSummary, Progress, load_checkpoint
 from v41.model_def.config import LayerRole, V41Config
 from v41.model_def.constant import Constant
 from v41.model_def.engram import Engram
@@ -37,6 +37,7 @@ from v41.model_def.step import plan_step
 class V41ForCausalLM(nn.Module):
     window_freqs: Tensor  # of RoPE, in layers that see the window only
     compressed_freqs: Tensor  # and in the others
+    loaded: LoadSummary | None = None  # of the checkpoint it came from
 
     def __init__(self, config: V41Config, share: Share = WHOLE) -> None:
         """`share`: what this process holds of a model that several run together; its weights come from a checkpoint."""
@@ -62,11 +63,12 @@ class V41ForCausalLM(nn.Module):
         """The model a released folder holds: config.json and safetensors. `changes` replace fields of its config.
 
         `share`: of a process group that runs it together; this process then reads its parts of the tensors alone.
-        `progress` hears of bytes read, and of all. Engram's tables stay in the file, mapped: keep it as it is.
+        `progress` hears of bytes read, and of all. Engram's tables stay mapped from the file, on the host, so that must
+        stay as it is; `model.to(device)` brings them to another device.
         """
         with torch.device("meta"):
             model = cls(V41Config.from_json(folder).replace(**changes), share)
-        load_checkpoint(model, folder, device, progress)
+        model.loaded = load_checkpoint(model, folder, device, progress)
         return model
 
     @classmethod

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from v41.backend import effective_codegen
 from v41.errors import NoSuchDevice
+from v41.model_def.checkpoint import LoadSummary
 from v41.model_def.checkpoint import Progress as Hear
 from v41.model_def.config import V41Config
 from v41.model_def.counts import count
@@ -46,6 +47,7 @@ class Outcome:
     config: V41Config
     device: str
     parameters: int
+    loaded: LoadSummary | None  # where a checkpoint was read
     vocabulary: Vocabulary
     prompts: list[list[int]]
     made: Recording
@@ -99,7 +101,7 @@ def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
             agreements[seed] = compare(model, compiled, prompts, seed, settings, tick)
     counts = count(model)
     parameters = counts.backbone + counts.engram_tables
-    return Outcome(source, config, device, parameters, vocabulary, prompts, made, agreements, reports)
+    return Outcome(source, config, device, parameters, model.loaded, vocabulary, prompts, made, agreements, reports)
 
 
 def checked_device(device: str) -> str:

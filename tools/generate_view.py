@@ -16,6 +16,7 @@ from v41.tools.report_view import as_json, show
 from v41.tools.tables import add, table
 
 if TYPE_CHECKING:
+    from v41.model_def.checkpoint import LoadSummary
     from v41.tools.generate_command import Outcome
 
 WIDTH = 32  # characters of text shown of a prompt and of what follows
@@ -24,6 +25,8 @@ SHOWN = 5  # rows that break the criterion
 
 def show_all(console: Console, outcome: Outcome) -> None:
     heading(console, headline(outcome))
+    if outcome.loaded:
+        console.print(Text(reading(outcome.loaded)), soft_wrap=True)
     show_text(console, outcome)
     if outcome.agreements:
         heading(console, "agreement with eager, both fed eager's tokens; a row of logits per request and step")
@@ -42,6 +45,12 @@ def headline(outcome: Outcome) -> str:
     config = outcome.config
     size = f"{outcome.parameters / 1e6:.1f} M parameters in {config.num_hidden_layers} layers"
     return f"DeepSeek-V4.1-Flash, {outcome.source}: {size}, on {outcome.device}, torch {torch.__version__}"
+
+
+def reading(loaded: LoadSummary) -> str:
+    """What of the checkpoint was read, what was left, and what Engram hashes."""
+    left = f"; not used: {', '.join(loaded.not_used[:3])}, {len(loaded.not_used)} in all" if loaded.not_used else ""
+    return f"{loaded.loaded} tensors read{left}; Engram's token map: {loaded.token_map}"
 
 
 def show_text(console: Console, outcome: Outcome) -> None:
@@ -117,6 +126,7 @@ def values(outcome: Outcome) -> dict[str, Any]:
         "model": outcome.source,
         "layers": outcome.config.num_hidden_layers,
         "parameters": outcome.parameters,
+        "checkpoint": asdict(outcome.loaded) if outcome.loaded else None,
         "device": outcome.device,
         "torch": torch.__version__,
         "requests": [

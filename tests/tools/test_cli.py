@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.golden_data import Golden
 from v41.model_def.batch import Batch
 from v41.model_def.cache import Cache
-from v41.model_def.checkpoint import save_checkpoint
+from v41.model_def.checkpoint import WEIGHTS, save_checkpoint, slots
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.cli import main
@@ -105,6 +106,8 @@ def test_a_checkpoint_is_read(golden: Golden, compiled_as, capsys: pytest.Captur
     compiled_as(lambda model: model)
     assert main([*COMPARE, "--tokens", "4", "--checkpoint", str(golden.folder), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
+    token_map = "ids modulo the compressed vocabulary: the folder has no tokenizer.json"
+    assert facts["checkpoint"] == {"loaded": len(golden.weights), "not_used": [], "token_map": token_map}
     assert facts["layers"] == golden.config.num_hidden_layers and facts["model"] == str(golden.folder)
     first, second = facts["agreement"].values()
     assert first["median_gap"] != second["median_gap"]  # one model, other tokens
@@ -130,11 +133,14 @@ def test_a_checkpoint_is_read_with_its_own_tokenizer(
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     config = first_layers(V41Config.preset("tiny").replace(engram_layer_ids=(), engram_num_embeddings=()), 1)
-    save_checkpoint(V41ForCausalLM.random(config), tmp_path)
+    model = V41ForCausalLM.random(config)
+    save_checkpoint(model, tmp_path)
+    save_file({**load_file(tmp_path / WEIGHTS), "mtp.0.norm.weight": torch.zeros(2)}, tmp_path / WEIGHTS)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     heard: list[int] = []
     compiled_as(lambda model: lambda batch, cache: heard.extend(batch.tokens.tolist()) or model(batch, cache))
     command = [*SMALL[:-2], "--prompt", "Wind and hail", "--checkpoint", str(tmp_path)]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert heard[:6] == [0, 2, 1, 0, 3, 4] and "tokens" in out and "<s> Wind and ?" in out and "word" in out
+    assert heard[:6] == [0, 2, 1, 0, 3, 4] and "tokens" in out and "<s> Wind and ?" in out
+    assert f"{len(slots(model))} tensors read; not used: mtp.0.norm.weight, 1 in all; Engram's token map" in out
