@@ -77,9 +77,12 @@ def check_agrees(ours: Tensor, model: V41ForCausalLM) -> None:
     assert ((alone.argmax(-1) == ours.argmax(-1)) | (lead < 2 * noise)).all()
 
 
-@pytest.mark.parametrize(("kind", "world"), [
+every_share = pytest.mark.parametrize(("kind", "world"), [
     ("bf16", 2), ("quantised", 4), pytest.param("bf16", 4, marks=pytest.mark.slow),
     pytest.param("quantised", 2, marks=pytest.mark.slow)])  # fmt: skip
+
+
+@every_share
 def test_ranks_give_the_logits_of_one(kind: str, world: int, tmp_path: Path) -> None:
     model = V41ForCausalLM.random(KINDS[kind], seed=1)
     save_checkpoint(model, tmp_path)
@@ -100,8 +103,7 @@ def load_shares(folder: Path, world: int) -> list[V41ForCausalLM]:
     return [V41ForCausalLM.from_checkpoint(folder, share=Share(rank, world)) for rank in range(world)]
 
 
-@pytest.mark.parametrize("kind", ["bf16", "quantised"])
-@pytest.mark.parametrize("world", [2, 4])
+@every_share
 @torch.no_grad()
 def test_parts_of_sublayers_add_up(kind: str, world: int, tmp_path: Path) -> None:
     """Each attention and each MoE by itself, to the rounding of its parts: no head or channel is lost or doubled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -150,13 +151,15 @@ def test_tables_of_188_GiB_are_read_without_memory_for_them(tmp_path: Path, reco
         header[name] = facts | {"data_offsets": [begin, end]}
     file = write(tmp_path / WEIGHTS, header)
     start = file.stat().st_size
-    with file.open("r+b") as opened:
-        opened.truncate(start + end)
+    try:
+        os.truncate(file, start + end)
+    except OSError as error:
+        pytest.skip(f"no file of 188 GiB here: {error}")
     assert file.stat().st_size > 188 * 2**30 and file.stat().st_blocks * 512 < 2**20
     (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
 
     before = forget_the_peak()
-    model, ids = V41ForCausalLM.from_checkpoint(tmp_path), torch.randint(config.vocab_size, (200,)).tolist()
+    model, ids = V41ForCausalLM.from_checkpoint(tmp_path), [7 * n * n % config.vocab_size for n in range(200)]
     cache = Cache.zeros(config, 1, len(ids))
     batch = build_batch(config, cache, [Chunk(ids, 0, 0)])
     with file.open("r+b") as opened:
