@@ -131,6 +131,18 @@ def test_a_view_of_an_operand_that_others_read_stays_outside() -> None:
     assert decision.region is not None and decision.region.attrs["operands"].count("experts") == 2  # as it is, and flat
 
 
+class Doubled(Mixture):
+    """Its sum is added to itself, where others add a shared expert."""
+
+    def with_shared(self, total: Tensor, x: Tensor, held: tuple[Tensor, ...]) -> Tensor:
+        return (total + total).to(x.dtype)
+
+
+def test_a_sum_that_is_added_to_itself_has_no_shared_expert() -> None:
+    mixture = Doubled(shared="none")
+    check(mixture, *apply(outline_experts, prepared(mixture)))
+
+
 def test_a_product_of_rows_that_come_in_order_is_no_site() -> None:
     held = [torch.randn(2, 8, 8).bfloat16(), torch.tensor([1, 2], dtype=torch.int32)]
     gm = trace(lambda x, W, ends: F.grouped_mm(x, W, offs=ends), torch.randn(4, 8).bfloat16(), static=held)

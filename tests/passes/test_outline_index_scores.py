@@ -14,6 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule
 
 from tests.invariants import apply, check_pass, copy_program
+from tests.strategies import index_scores
 from tests.strategies.index_scores import FLAWS, WIDTH, Indexer, flawed, legal, with_flaw
 from tests.strategies.norms import trace_as_is
 from tests.strategies.tracing import trace
@@ -125,6 +126,23 @@ def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(flaw: str, monkeypatch:
     except (AssertionError, AttributeError, IndexError, TypeError):  # damage is as good
         return
     assert decision.rule != FLAWS[flaw]
+
+
+class OtherBytes:
+    """Nearly MXFP4: the lowest bit of every byte means the opposite."""
+
+    encode = staticmethod(MXFP4_RECORD.encode)
+
+    @staticmethod
+    def decode(record: Tensor) -> Tensor:
+        return MXFP4_RECORD.decode(record ^ 1)
+
+
+@pytest.mark.parametrize(("form", "told"), [(MXFP4_RECORD, "mxfp4"), (OtherBytes, None)])
+def test_keys_of_other_bytes_are_no_records(form: Any, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_scores, "MXFP4_RECORD", form)
+    (decision,) = apply(outline_index_scores, copy_program(traced(Indexer(flaw=f"none, bytes of {told}"))))
+    assert decision.region is not None and decision.region.attrs["record"] == told
 
 
 def test_a_choice_without_scores_is_no_site() -> None:

@@ -161,6 +161,20 @@ def test_what_the_bugs_are_planted_in_is_found() -> None:
     assert check_all([ONE]) == [True]
 
 
+def gated(x: Tensor, gate: Tensor, w: Tensor) -> list[Tensor]:
+    """Multiplied with numbers of each row, and with one number: neither is a weight of the norm."""
+    f = x.float()
+    normed = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + 1e-6)
+    return [normed * gate, (f * torch.rsqrt((f * f).mean(-1, keepdim=True) + 1e-5)) * w[:1]]
+
+
+def test_what_a_row_is_multiplied_with_is_a_weight_if_all_rows_share_it_and_each_channel_has_its_own() -> None:
+    gm = trace_as_is(gated, [*torch.randn(2, 5, 64), torch.randn(64)])
+    apply(canonicalize, gm)
+    decisions = check_pass(outline_norm_quantise, gm, (5,))
+    assert [decision.region and decision.region.attrs["weighted"] for decision in decisions] == [False, False]
+
+
 # ---- the plain model
 
 
