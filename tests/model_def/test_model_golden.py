@@ -217,7 +217,7 @@ def served(data: Golden, switch: str, prompt: int, chunk: int, known: int) -> Te
     return last.logits[last.requests.index(len(before))]
 
 
-QUICK = ("chunks, then one by one", "bounded replay", "a hit in chunks", "a hit and bounded replay")
+QUICK = ("bounded replay", "a hit in chunks", "a hit and bounded replay")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in SERVED])
