@@ -12,9 +12,9 @@ gone W tokens later; where they are missing, rows do without. This is the one pl
                     replayed rows: an approximation, the same wherever chunks end.
     bounded replay  `config.swa_bounded_replay`: of a chunk longer than W the late layers are to run on its last W rows
                     alone, so no row sees a window key below end - W there. Late are the layers behind the last KV
-                    source ("after_source", as in vLLM 0.33), or that layer too ("from_source", as in the report and in
-                    SGLang 0.5.23). Entries are not affected. The result follows the chunks of each step; those of up
-                    to W rows, decode steps among them, are exact.
+                    source ("after_source", as in vLLM 0.33), or that layer too ("from_source", as in the report).
+                    Entries are not affected. The result follows the chunks of each step; those of up to W rows, decode
+                    steps among them, are exact.
     every logit     a request that returns prompt logprobs (`every_logit`) is exact: bounded replay leaves it whole,
                     and it cannot begin with a hit.
 
