@@ -41,7 +41,7 @@ def addmm(program: Program, meta: Any, bias: Value, x: Value, w: Value, *, beta:
     if beta != 1 or alpha != 1:
         raise Refused("scales an addmm")
     b = program.builder
-    product = mm(program, _as_fp32(meta), x, w)
+    product = mm(program, Unrounded(meta), x, w)
     product, spread = ax.broadcast(program.axes, [product, bias])
     out = np.empty(product.elements.shape, dtype=object)
     for index in np.ndindex(out.shape):
@@ -50,7 +50,7 @@ def addmm(program: Program, meta: Any, bias: Value, x: Value, w: Value, *, beta:
     return Value(product.dims, out, meta.dtype)
 
 
-class _as_fp32:
+class Unrounded:
     """The meta of a product that is not yet rounded."""
 
     dtype = torch.float32

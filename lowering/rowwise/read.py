@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -180,8 +181,10 @@ def _offsets(tensor: Tensor) -> np.ndarray:
     return np.array(steps, dtype=np.int64) @ grids if sizes else np.zeros(1, dtype=np.int64)
 
 
-def _run(program: Program, body: GraphModule, arguments: list[Any]) -> list[Any]:
-    """Reads `body` with `arguments` for its placeholders; what its output node lists."""
+def walk(
+    builder: Builder, body: GraphModule, arguments: list[Any], call: Callable[[Node, dict[Node, Any]], Any]
+) -> list[Any]:
+    """Reads `body` with `arguments` for its placeholders, each node by `call`; what its output node lists."""
     env: dict[Node, Any] = {}
     given = iter(arguments)
     for node in body.graph.nodes:
@@ -190,15 +193,18 @@ def _run(program: Program, body: GraphModule, arguments: list[Any]) -> list[Any]
         elif node.op == "get_attr" and not isinstance(getattr(body, str(node.target), None), GraphModule):
             raise NotRowwise(node, "reads a constant tensor")
         elif node.op == "call_function":
-            program.builder.name = node.name
+            builder.name = node.name
             try:
-                env[node] = _call(program, node, env)
+                env[node] = call(node, env)
             except NotRowwise:
                 raise
             except Refused as refusal:
                 raise NotRowwise(node, refusal.reason) from None
-    outputs = outputs_of(body)
-    return [env.get(node) if isinstance(node, Node) else None for node in outputs]
+    return [env.get(node) if isinstance(node, Node) else None for node in outputs_of(body)]
+
+
+def _run(program: Program, body: GraphModule, arguments: list[Any]) -> list[Any]:
+    return walk(program.builder, body, arguments, partial(_call, program))
 
 
 def _call(program: Program, node: Node, env: dict[Node, Any]) -> Any:

@@ -13,7 +13,8 @@ from v41.lowering.rowwise.launch import Call, Kernel
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
 
 CROWD = 1024  # programs at least, before one takes more than one row
-TILE_ELEMENTS, A_THREAD = 256, 16  # elements of a program's tile that several rows may fill; and for each thread
+TILE_ELEMENTS = 256  # elements of a program's tile that several rows may fill
+FEW, A_THREAD, MOST_WARPS = 512, (4, 16), (16, 8)  # rows that leave the chip idle; elements a thread for few and more
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class HeldKernel(Kernel):
         count = 1
         while count * 2 * self.elements <= TILE_ELEMENTS and rows >= 2 * count * CROWD:
             count *= 2
-        warps = max(1, min(8, count * self.elements // (32 * A_THREAD)))
-        return Spread(count, warps)
+        crowded = rows > FEW
+        warps = count * self.elements // (32 * A_THREAD[crowded])
+        return Spread(count, max(1, min(MOST_WARPS[crowded], warps)))
 
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
         read, rows, device = self.given(tensors)

@@ -20,6 +20,7 @@ from v41.lowering.rowwise.held.folds import fold
 from v41.lowering.rowwise.held.index import Along, Index, at
 from v41.lowering.rowwise.held.values import Held, Indices, Lazy, aligned, inside
 from v41.lowering.rowwise.held.views import shape_of
+from v41.lowering.rowwise.products import Unrounded
 
 aten = ops.aten
 SHORT = 1 << 12  # elements of a row's products that are summed in registers
@@ -103,18 +104,9 @@ def addmm(held: Held, meta: Any, bias: Lazy, x: Lazy, w: Lazy, *, beta: float = 
     if beta != 1 or alpha != 1:
         raise Refused("scales an addmm")
     b = held.builder
-    product = mm(held, _Unrounded(meta), x, w)
+    product = mm(held, Unrounded(meta), x, w)
     return Lazy(held, product.shape, meta.dtype, lambda index: b.cast(b.apply(
         "add", product.at(index), b.cast(bias.at(aligned(index, bias.shape)), torch.float32)), meta.dtype))  # fmt: skip
-
-
-class _Unrounded:
-    """The meta of a product that is not yet rounded."""
-
-    dtype = torch.float32
-
-    def __init__(self, meta: Any) -> None:
-        self.shape = meta.shape
 
 
 PRODUCTS: dict[Any, Any] = {aten.mm.default: mm, aten.addmm.default: addmm, aten.bmm.default: bmm}

@@ -25,7 +25,7 @@ from v41.lowering.rowwise.held.index import Index, Lane, NeedsSplit
 from v41.lowering.rowwise.held.products import Front
 from v41.lowering.rowwise.held.values import Held, Indices, Lazy, TooLarge, aligned
 from v41.lowering.rowwise.held.views import NeedsCut, shape_of
-from v41.lowering.rowwise.read import PLACEMENT, NotRowwise, Tensor, described, is_operand, outputs_of
+from v41.lowering.rowwise.read import PLACEMENT, NotRowwise, Tensor, described, is_operand, outputs_of, walk
 from v41.regions import body_of, invoke_subgraph
 
 APART = 8  # elements of an outer axis that are stored one by one where all are too many at once
@@ -98,25 +98,13 @@ def _input(held: Held, index: int, node: Node) -> Any:
 
 
 def _run(held: Held, body: GraphModule, arguments: list[Any]) -> list[Any]:
-    """Reads `body` with `arguments` for its placeholders; what its output node lists."""
-    env: dict[Node, Any] = {}
-    given = iter(arguments)
-    for node in body.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(given)
-        elif node.op == "get_attr" and not isinstance(getattr(body, str(node.target), None), GraphModule):
-            raise NotRowwise(node, "reads a constant tensor")
-        elif node.op == "call_function":
-            held.builder.name = node.name
-            try:
-                env[node] = _call(held, node, env)
-            except NotRowwise:
-                raise
-            except Refused as refusal:
-                raise NotRowwise(node, refusal.reason) from None
-            if isinstance(env[node], Lazy):
-                held.names.setdefault(env[node], node.name)
-    return [env.get(node) if isinstance(node, Node) else None for node in outputs_of(body)]
+    def call(node: Node, env: dict[Node, Any]) -> Any:
+        found = _call(held, node, env)
+        if isinstance(found, Lazy):
+            held.names.setdefault(found, node.name)
+        return found
+
+    return walk(held.builder, body, arguments, call)
 
 
 def _call(held: Held, node: Node, env: dict[Node, Any]) -> Any:

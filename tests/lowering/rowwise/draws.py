@@ -102,7 +102,8 @@ UNARY = (
     torch.sigmoid, torch.tanh, torch.neg, torch.abs, torch.sin, torch.relu, torch.sign, torch.nn.functional.softplus,
     torch.nn.functional.silu, lambda x: torch.exp(-x.abs()), lambda x: torch.log1p(x.abs()), lambda x: x.clamp(-0.5, 2),
     lambda x: torch.sqrt(x.abs() + 0.1), lambda x: x.flip(-1), lambda x: x.transpose(-1, -2) if x.ndim > 2 else x * 2,
-    lambda x: torch.where(torch.isnan(x), 0.0, x), lambda x: x[..., 0] if x.ndim > 2 else x[:, :1], lambda x: x.flatten(1),
+    lambda x: torch.where(torch.isnan(x), 0.0, x), lambda x: x[..., 0] if x.ndim > 2 else x[:, :1],
+    lambda x: x.flatten(1),
 )  # fmt: skip
 BINARY = (
     torch.add, torch.sub, lambda a, b: a * b * 0.3, torch.maximum, lambda a, b: a / (b.abs() + 1),
