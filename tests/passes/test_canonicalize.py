@@ -94,6 +94,15 @@ def test_a_bf16_round_trip_is_a_rounding_point() -> None:
     assert left[prims.convert_element_type.default] == 2
 
 
+@pytest.mark.parametrize(("op", "axes"), [(aten.transpose.int, (0, -1)), (aten.t.default, ())])
+def test_a_transpose_that_nobody_decomposed_is_a_permute(op: Any, axes: tuple[int, ...]) -> None:
+    gm = trace(lambda x: x.permute(1, 0) + 1, torch.randn(5, 4))
+    (node,) = (node for node in gm.graph.nodes if node.target is aten.permute.default)
+    node.target, node.args = op, (node.args[0], *axes)
+    check_pass(canonicalize, gm)
+    assert (node.target, node.args[1:]) == (aten.permute.default, ([1, 0],))
+
+
 def test_an_expand_that_a_guard_makes_a_no_op_stays() -> None:
     def within_chunks(x: Tensor) -> Tensor:
         """Products of the rows of each chunk of four; here one chunk, and the product is compiled for one."""

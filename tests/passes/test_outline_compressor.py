@@ -114,14 +114,15 @@ def test_every_rule_has_a_flaw() -> None:
     assert set(FLAWS.values()) == dict(RULES).keys()
 
 
-def others(x: Tensor, y: Tensor) -> list[Tensor]:
-    """Softmaxes of other models: over channels, over a context, one weight for all channels."""
+def others(x: Tensor, y: Tensor, z: Tensor) -> list[Tensor]:
+    """Softmaxes of other models: over channels, rows or a context, one weight for all channels."""
     p = y.mean(-1).softmax(1)  # [T, 4]
-    return [x.softmax(-1), (p[..., None] * y).sum(1), (torch.randn(5, 70, 8).softmax(1) * 2).sum(1), y.softmax(1)]
+    pooled = [(y.softmax(axis) * (y + 1)).sum(axis) for axis in (0, 2)] + [(z.softmax(1) * (z + 1)).sum(1)]
+    return [x.softmax(-1), (p[..., None] * y).sum(1), y.softmax(1), *pooled]
 
 
 def test_other_softmaxes_are_no_sites() -> None:
-    gm = trace_as_is(others, [torch.randn(5, 8), torch.randn(5, 4, 8)])
+    gm = trace_as_is(others, [torch.randn(5, 8), torch.randn(5, 4, 8), torch.randn(5, 70, 8)])
     apply(canonicalize, gm)
     assert check_pass(outline_compressor, gm, (5,)) == []
 

@@ -37,6 +37,11 @@ def by_row(weight: Tensor, scale: Tensor) -> Tensor:
     return (weight.float() * power_of_two(scale)).bfloat16()
 
 
+def in_halves(weight: Tensor, scale: Tensor) -> Tensor:
+    """No part of the halves is a block and the scale of a block."""
+    return (dequantize_fp8_weight(weight, scale).view(2, 48, 64) * 1.0).view(96, 64) * 1.0
+
+
 PAIRS, E4M3 = torch.zeros(6, 48, 32, dtype=torch.uint8), torch.zeros(96, 64).to(torch.float8_e4m3fn)
 DECODINGS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, tuple[int, ...], str]] = {
     "mxfp4": (dequantize_mxfp4, PAIRS, (6, 48, 2), "mxfp4/32"),
@@ -44,6 +49,7 @@ DECODINGS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, tuple[int
     "the high nibble first": (high_first, PAIRS, (6, 48, 2), "bfloat16"),
     "fp8 blocks": (dequantize_fp8_weight, E4M3, (3, 2), "fp8/32x32"),
     "fp8 rows": (by_row, E4M3, (96, 1), "fp8/1x64"),
+    "in parts of its own": (in_halves, E4M3, (3, 2), "bfloat16"),
     "a power too much": (scaled_twice, E4M3, (3, 2), "bfloat16"),
 }
 
