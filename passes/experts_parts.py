@@ -284,7 +284,10 @@ def _tokens(rows: Tensor | None, x: Tensor) -> Tensor | None:
 def sum_of(
     order: Mapping[Node, int], down: Node, drawn: Routing, given: Mapping[Node, Tensor], wanted: Sequence[int | SymInt]
 ) -> Node | None:
-    """The last value of that shape, made of rows of `down` and the picks alone, that adds up those of each token."""
+    """The last value of that shape, made of rows of `down` and the picks alone, that adds up those of each token.
+
+    Not a view of that, or what it is widened to: whoever reads it may do so.
+    """
     with outside_fake_mode():
         y = numbers(down, 1)
         total = torch.zeros(ROWS, y.shape[-1], dtype=y.dtype).index_add(0, drawn.token, y)
@@ -298,7 +301,8 @@ def sum_of(
                 late = found is None or order[user] > order[found]
                 if late and same_sizes(shape(user), tuple(wanted)) and close(value, total, 1e-8):
                     found = user
-    return found
+    same = [] if found is None else [node for node in unviewed(found) if same_sizes(shape(node), tuple(wanted))]
+    return same[-1] if same else None
 
 
 def adds_once(order: Mapping[Node, int], down: Node, drawn: Routing, given: Mapping[Node, Tensor], total: Node) -> bool:

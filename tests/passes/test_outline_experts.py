@@ -74,6 +74,18 @@ def test_every_spelling_is_found_and_says_what_it_is(mixture: Mixture) -> None:
     assert region_of(call).attrs["outputs"] == ("output",) and len(call.meta["val"]) == 1
 
 
+def test_whoever_reads_the_result_may_look_at_it_otherwise() -> None:
+    mixture = Mixture()
+
+    def read(*given: Tensor) -> list[Tensor]:
+        y = mixture.forward(*given)
+        return [y, y.unsqueeze(1).mT.flatten(1).tanh(), y.float().mean(-1)]
+
+    gm = trace(read, *mixture.rows(), static=mixture.weights())
+    apply(canonicalize, gm)
+    check(mixture, *check_pass(outline_experts, gm, rows=(2,)))
+
+
 def test_legal_experts_fire_and_flawed_ones_do_not() -> None:
     fired: list[bool] = []
 
