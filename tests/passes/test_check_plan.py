@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import permutations
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.strategies.plans import plan, plans
 from v41.errors import PlanBroken
 from v41.passes.analysis.happens_before import START_AT
 from v41.passes.analysis.plan_facts import PlanFacts
-from v41.passes.check_plan import RULES, check_plan
+from v41.passes.check_plan import RULES, check_plan, parted_collective
 from v41.passes.partition import partition
 from v41.plan import END, START, Plan
 
@@ -145,6 +146,24 @@ def test_a_wrong_plan_is_refused_with_both_pieces(bug: str) -> None:
 
 def test_every_rule_has_a_bug() -> None:
     assert [rule for rule, _ in RULES if not any(words in rule for _, words, _, _ in BUGS.values())] == []
+
+
+def several(*waited: bool) -> Plan:
+    """One collective of two tensors, whose results are waited for, or not."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    both = graph.call_function(torch.ops._c10d_functional.all_reduce_coalesced.default, ([x, x], "sum", "0"))
+    results = [graph.call_function(getitem, (both, i)) for i in range(2)]
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    graph.output(tuple(graph.call_function(wait, (y,)) if each else y for y, each in zip(results, waited, strict=True)))
+    made = plan("x", "y z", "a: x -> y z, x")
+    return replace(made, pieces=(replace(made.pieces[0], body=GraphModule({}, graph)),))
+
+
+@pytest.mark.parametrize("waited", [(True, True), (True, False), (False, True)])
+def test_each_result_of_a_collective_of_several_is_waited_for(waited: tuple[bool, bool]) -> None:
+    breaches = [why for _, _, why in parted_collective(PlanFacts(several(*waited)))]
+    assert [why.partition(" ")[2] for why in breaches] == ["is not waited for where it begins"] * (not all(waited))
 
 
 def test_a_wait_in_the_same_piece_passes() -> None:

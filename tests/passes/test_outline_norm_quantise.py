@@ -128,6 +128,8 @@ def others(x: Tensor, w: Tensor) -> list[Tensor]:
         torch.nn.functional.normalize(f),
         f / (f.abs().mean(-1, keepdim=True) + 1e-6),
         f * torch.rsqrt((f * f).mean(0, keepdim=True) + 1e-6),  # over the rows
+        f * (f.square().mean(-1, keepdim=True) + 1e-6).sqrt(),  # multiplied by the root mean square
+        (f.square().mean(-1, keepdim=True) + 1e-6).sqrt() / f,
         f.softmax(-1) * torch.rsqrt(w.square().mean() + 1e-6),
         (h := f.view(5, 4, 16)) * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6),  # of each head
     ]
