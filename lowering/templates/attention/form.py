@@ -1,0 +1,176 @@
+"""form: what an `attention` region computes and where its operands are, read from its attributes, or refused.
+
+    region attention, heads=64, width=512, keys=(("e4m3", "ue8m0", 32, 528), ("e2m1", "e4m3", 16, 288)), ...
+    ->  Form(64, 512, ..., branches=(Branch("window", 128, ...), Branch("picked", 512, ...)))
+
+The template takes the attention of the plain model at any sizes that fit a GPU's tiles, with any mix of formats. What a
+region may say beyond that (p relative to the total, no sink, RoPE of halves ...) is refused by the sentences in RULES.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from v41.regions import is_region, region_of
+
+KIND = "attention"
+AS_IS = "as_is"
+FEWEST, WIDEST = 16, 512  # channels of a head: what a product of tiles takes, and what its results may fill
+MASKS = {"window": "visible", "picked": "picks"}  # which operand says what of a branch is seen
+VALUES, SCALES = ("e4m3", "e2m1"), ("ue8m0", "e4m3")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Keys of one kind: `count` a row, each a record of `bytes`, or the numbers themselves."""
+
+    name: str
+    count: int
+    values: str  # of VALUES, or AS_IS
+    scales: str = ""
+    group: int = 1  # channels under one scale
+    bytes: int = 0
+
+    @property
+    def mask(self) -> str:
+        return MASKS[self.name]
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a group's values."""
+        return self.group // 2 if self.values == "e2m1" else self.group
+
+
+@dataclass(frozen=True)
+class Form:
+    """turns: sign of the rotation of queries and of the output, 0 for none. rotary: channels that turn, the last."""
+
+    heads: int
+    width: int
+    scale: float
+    rotary: int
+    turns: tuple[int, int]
+    branches: tuple[Branch, ...]
+
+
+class NotTaken(Exception):
+    """What the template does not take: the node, and a reason that completes "refused because it ..."."""
+
+    def __init__(self, node: Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node, self.reason = node, reason
+
+
+def lone_region(body: GraphModule) -> Node:
+    """The one region that is all of `body`."""
+    calls = [node for node in body.graph.nodes if is_region(node, KIND)]
+    for node in body.graph.nodes:
+        if node.op == "call_function" and node not in calls and node.target is not operator.getitem:
+            raise NotTaken(node, "computes beside the attention")
+    if len(calls) != 1:
+        raise NotTaken(body.graph.output_node(), f"holds {len(calls)} attentions")
+    return calls[0]
+
+
+def form_of(call: Node) -> Form:
+    """The Form of a region, or NotTaken."""
+    attrs = region_of(call).attrs
+    for sentence, holds in RULES:
+        if not holds(attrs):
+            raise NotTaken(call, sentence)
+    rope = attrs["rope"]
+    rotary = rope["width"] if rope is not None else 0
+    branches = _branches(attrs)
+    return Form(attrs["heads"], attrs["width"], attrs["scale"], rotary, tuple(attrs["turns"]), branches)
+
+
+def _branches(attrs: dict[str, Any]) -> tuple[Branch, ...]:
+    counts = [attrs["window"], attrs["picked"]]
+    formats = [(AS_IS,) if keys == AS_IS else keys for keys in attrs["keys"]]
+    named = zip(MASKS, counts, formats, strict=False)
+    return tuple(Branch(name, count, *keys) for name, count, keys in named)
+
+
+def _rope_is_of_last_pairs(attrs: dict[str, Any]) -> bool:
+    rope = attrs["rope"]
+    return rope is None or (rope["pairs"], rope["channels"]) == ("adjacent", "last")
+
+
+def _fits_tiles(attrs: dict[str, Any]) -> bool:
+    return FEWEST <= attrs["width"] <= WIDEST and _is_power(attrs["width"])
+
+
+def _is_packed_in_tiles(attrs: dict[str, Any]) -> bool:
+    """Records of known values, in groups that tiles can hold, values first."""
+    return all(
+        branch.values == AS_IS
+        or (branch.values in VALUES and branch.scales in SCALES and _is_power(branch.group) and branch.group > 1
+            and branch.bytes == attrs["width"] // branch.group * (branch.group_bytes + 1))
+        for branch in _branches(attrs)
+    )  # fmt: skip
+
+
+def _is_power(number: int) -> bool:
+    return number.bit_count() == 1
+
+
+RULES: tuple[tuple[str, Callable[[dict[str, Any]], bool]], ...] = (
+    ("rounds p to something else than bf16", lambda attrs: attrs["p"] == "bfloat16"),
+    ("takes p relative to something else than the largest score", lambda attrs: attrs["p_over"] == "max"),
+    ("has no sink", lambda attrs: attrs["sink"] and attrs["empty"] == "zero"),
+    ("shows what hidden keys hold", lambda attrs: not attrs["reads_hidden"]),
+    ("hides keys by other masks than a bool and picks",
+     lambda attrs: attrs["masks"] == tuple(MASKS.values())[: len(attrs["keys"])]),
+    ("turns other channels than the last, in adjacent pairs", _rope_is_of_last_pairs),
+    (f"has heads of other widths than powers of two from {FEWEST} to {WIDEST}", _fits_tiles),
+    ("packs keys in another way", _is_packed_in_tiles),
+)  # fmt: skip
+
+
+# ---- its operands
+
+
+TYPES = {  # of each operand; what numbers come as they are, and a sink, may be any float
+    "queries": (torch.bfloat16,),
+    "window": (torch.uint8, torch.bfloat16),
+    "picked": (torch.uint8, torch.bfloat16),
+    "visible": (torch.bool,),
+    "picks": (torch.int64, torch.int32),
+    "cos": (torch.float32,),
+    "sin": (torch.float32,),
+    "sink": (torch.bfloat16, torch.float16, torch.float32),
+}
+
+
+def roles_of(call: Node, form: Form) -> dict[Node, str]:
+    """The placeholders that the kernel reads, by what they are to the region."""
+    found: dict[Node, str] = {}
+    for node, role in zip(call.args[2:], region_of(call).attrs["operands"], strict=True):
+        assert isinstance(node, Node)
+        if role == "size":
+            continue
+        if node.op != "placeholder" or node in found or role in found.values() or role not in TYPES:
+            raise NotTaken(node, f"is no input of its own, but {role}")
+        value: Tensor = node.meta["val"]
+        if value.dtype not in TYPES[role]:
+            raise NotTaken(node, f"is {role} of {value.dtype}")
+        if value.stride() != _dense(value):
+            raise NotTaken(node, f"lies in memory with strides {tuple(value.stride())}")
+        found[node] = role
+    return found
+
+
+def _dense(value: Tensor) -> tuple[Any, ...]:
+    """Strides of rows without gaps."""
+    steps, step = [], 1
+    for size in reversed(value.shape):
+        steps.append(step)
+        step *= size if isinstance(size, int) else 1
+    return tuple(reversed(steps))
