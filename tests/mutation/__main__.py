@@ -23,10 +23,8 @@ def main() -> int:
     reached, results = reach(ROOT, sources), []
     for mutant, outcome in run(ROOT, drawn(ROOT, sources, asked.share), reached):
         results.append((mutant, outcome))
-        if outcome.told == "survived":
-            print(
-                f"survived  {mutant.file}:{mutant.line}  {mutant.function}  {mutant.change}  {outcome.by}", flush=True
-            )
+        if outcome.told in ("survived", "timeout"):
+            print(f"{outcome.told}  {mutant.file}:{mutant.line}  {mutant.function}  {mutant.change}", flush=True)
     score = score_of(results, asked.share)
     print(table(score))
     new = newly_survived(score, load())

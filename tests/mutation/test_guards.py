@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.guards import Mutant, mutants_of, mutated
 from tests.mutation.score import ROOT, Outcome, drawn, newly_survived, score_of, sources_of, table
 
@@ -141,13 +142,19 @@ def some() -> list[Mutant]:
 
 
 def test_a_score_counts_and_names_survivors() -> None:
-    told = ["survived", "equivalent", "timeout", *["killed"] * (len(WANTED) - 3)]
+    killed = len(WANTED) - 3
+    told = ["survived", "equivalent", "timeout", *["killed"] * killed]
     score = score_of([(mutant, Outcome(each, "")) for mutant, each in zip(some(), told, strict=True)], 0.5)
-    assert (score["killed"], score["total"], score["equivalent"]) == (len(WANTED) - 2, len(WANTED) - 1, 1)
-    assert [each["at"] for each in score["survivors"]] == ["passes/a.py:3"]
+    assert (score["killed"], score["total"], score["equivalent"]) == (killed, killed + 2, 1)
+    assert [each["at"] for each in score["survivors"]] == ["passes/a.py:3", "passes/a.py:5"]
     assert score["files"]["passes/a.py"] == {"total": len(WANTED)} | Counter(told)
     assert newly_survived(score, {}) == score["survivors"] and newly_survived(score, score) == []
-    assert table(score).splitlines()[-1].startswith(f"killed {len(WANTED) - 2} of {len(WANTED) - 1} mutants")
+    assert table(score).splitlines()[-1].startswith(f"killed {killed} of {killed + 2} mutants")
+
+
+def test_what_is_told_to_be_equivalent_is_a_mutant() -> None:
+    keys = {mutant.key for mutant in drawn(ROOT, sources_of(ROOT, []), 1.0)}
+    assert [key for key in EQUIVALENT if key not in keys] == []
 
 
 def test_rules_are_always_drawn_and_a_share_of_the_others() -> None:
