@@ -165,8 +165,8 @@ class Parts:
         match node.target, node.args:
             case (aten.mm.default | aten.bmm.default), (Node() as left, Node() as right):
                 return left if self.is_weight(right) and not self.is_weight(left) else None
-            case aten.sum.dim_IntList, (Node(target=aten.mul.Tensor, args=(Node() as a, Node() as b)), [axis], *_):
-                if axis in (-1, len(shape(a)) - 1) and self.is_weight(a) is not self.is_weight(b):
+            case aten.sum.dim_IntList, (Node(target=aten.mul.Tensor, args=(Node() as a, Node() as b)) as m, [axis], *_):
+                if axis in (-1, len(shape(m)) - 1) and self.is_weight(a) is not self.is_weight(b):
                     return b if self.is_weight(a) else a
         return None
 

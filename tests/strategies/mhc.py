@@ -76,6 +76,7 @@ PROJECTIONS: dict[str, Piece] = {
     "linear": torch.nn.functional.linear,
     "einsum": lambda x, fn: torch.einsum("tk,ck->tc", x, fn),
     "sum": lambda x, fn: (x[:, None] * fn).sum(-1),
+    "sum of the swapped": lambda x, fn: (fn * x[:, None]).sum(dim=-1),
 }
 
 
