@@ -148,12 +148,19 @@ def check_fired_share(fired: Sequence[bool], least: float = 0.3, most: float = 0
 
 
 def check_one_compile(
-    compiled: Callable[..., Any], inputs: Callable[[int], Sequence[Any]], grid: Sequence[int]
+    fn: Callable[..., Sequence[Tensor]], rows: Sequence[Tensor], weights: Sequence[Tensor], grid: Sequence[int]
 ) -> None:
-    """`compiled`, called once already, takes every number of rows of `grid` without compiling again."""
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for rows in grid:
-            compiled(*inputs(rows))
+    """`fn`, compiled for the first number of rows of `grid`, takes all others without a recompile, with its bits."""
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend="v41", options={"codegen": "eager"}, fullgraph=True)
+    for count in grid:
+        taken = [row[torch.arange(count) % len(row)] for row in rows]
+        expected = fn(*(each.clone() for each in (*taken, *weights)))
+        for row in taken:
+            torch._dynamo.decorators.mark_unbacked(row, 0, shape_id="rows")
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=count != grid[0]):
+            found = compiled(*taken, *(weight.clone() for weight in weights))
+        assert all(map(same_bits, found, expected)), count
 
 
 def apply(pass_fn: PassFunction, gm: GraphModule) -> list[Decision]:

@@ -7,7 +7,7 @@ import random
 from torch import Tensor, ops
 from torch.fx import GraphModule, Node
 
-from v41.passes.analysis.effects import written_inputs
+from v41.passes.analysis.effects import viewed_args, written_inputs
 from v41.passes.canonicalize import is_contiguous
 
 aten = ops.aten
@@ -16,17 +16,27 @@ COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 
 def disturb(gm: GraphModule, seed: int, share: float = 0.3) -> GraphModule:
     """Disturbs about `share` of the nodes of `gm`, in place. Its values keep every bit."""
-    draw, written = random.Random(seed), written_inputs(gm)  # a copy of an input is not what is to be written
+    draw = random.Random(seed)
+    owned = {*written_inputs(gm), *returned_memory(gm)}  # a copy is not what is to be written, or shared
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and draw.random() < share:
             _swap(node)
             node._rename(f"n{draw.randrange(10**9)}")
         value = node.meta.get("val")
         plain = node.op in ("call_function", "placeholder") and isinstance(value, Tensor) and is_contiguous(value)
-        if plain and node not in written and node.users and draw.random() < share:
+        if plain and node not in owned and node.users and draw.random() < share:
             draw.choice((_copy, _look_around, _look_flat))(gm, node)
     gm.recompile()
     return gm
+
+
+def returned_memory(gm: GraphModule) -> set[Node]:
+    """Values whose memory is returned, whole or in part."""
+    found = set(gm.graph.output_node().all_input_nodes)
+    for node in reversed(gm.graph.nodes):
+        if node in found:
+            found.update(viewed_args(node))
+    return found
 
 
 def _swap(node: Node) -> None:

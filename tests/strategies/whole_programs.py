@@ -177,8 +177,8 @@ class Program:
         pairs = zip(made, self.inside, strict=True)
         functions = [as_subgraph(fn) if inside else fn for (fn, *_), inside in pairs]
         rows, weights = [torch.arange(5) % SLOTS], [torch.zeros(SLOTS, 1)]
-        rows += [row for _, own, _ in made for row in own]
-        weights += [weight for _, _, own in made for weight in own]
+        rows += [row.clone() for _, own, _ in made for row in own]  # of memory of their own, as a subgraph asks for
+        weights += [weight.clone() for _, _, own in made for weight in own]
 
         def run(*given: Tensor) -> list[Tensor]:
             (at, *moving), (cache, *still) = given[: len(rows)], given[len(rows) :]
