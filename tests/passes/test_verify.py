@@ -185,3 +185,16 @@ def test_the_error_says_what_where_and_what_to_do() -> None:
     assert found.startswith("pass careless left a program in which a rule is broken: it has the meta that")
     assert "strides (1, 7), its value f32[u" in found
     assert at.startswith("  at   passes/test_verify.py:") and fix.startswith("  fix  ")
+
+
+@pytest.mark.parametrize(("damage", "detail"), [
+    (draw_twice, "was nothing and is random aten.rand.default f32[4]"),
+    (lose_a_write, "number 0 was arg2_1 and is nothing"),
+])  # fmt: skip
+def test_the_error_tells_what_was_and_what_is(damage: Callable[[GraphModule], None], detail: str) -> None:
+    gm = program()
+    known = facts(gm)
+    damage(gm)
+    with pytest.raises(InvariantBroken) as caught:
+        verify(gm, known, name="careless")
+    assert str(caught.value.facts["detail"]).endswith(detail)
