@@ -14,17 +14,16 @@ from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
 
 @dataclass(frozen=True)
 class Spread:
-    """slice: channels a program, in two launches; 0: all of them, in one. warps: of the one, or of the first."""
+    """slice: channels a program, in two launches; 0: all of them, in one. warps: of each program."""
 
     slice: int
-    warps: int = 8
-    warps_of_values: int = 4
+    warps: int = 4
 
 
 SPREADS = (  # most rows, schedule
     (4, Spread(64)),
     (64, Spread(128)),
-    (1 << 62, Spread(0)),
+    (1 << 62, Spread(0, 8)),  # results of 64 heads by 512 channels fill the registers of 8 warps
 )
 
 
@@ -51,11 +50,7 @@ class AttentionKernel(Kernel):
         wide = self.width if whole else min(self.width, max(chosen.slice, self.narrow))
         held = 0 if whole else programs * self.blocks * self.heads * self.block
         scores = torch.empty(held, dtype=torch.float32, device=device)
-        steps = ((ALL, 1, chosen.warps),) if whole else (
-            (FIRST, self.blocks, chosen.warps), (LATER, self.width // wide, chosen.warps_of_values))  # fmt: skip
-        launches = [
-            ((programs, parts), {"SLICE": wide, "STEP": step, "num_warps": warps})
-            for step, parts, warps in steps
-            if rows
-        ]
-        return Call(launches, [*read, *outputs, scores], {"enable_fp_fusion": False}, outputs)
+        steps = ((ALL, 1),) if whole else ((FIRST, self.blocks), (LATER, self.width // wide))
+        launches = [((programs, parts), {"SLICE": wide, "STEP": step}) for step, parts in steps if rows]
+        options = {"num_warps": chosen.warps, "enable_fp_fusion": False}
+        return Call(launches, [*read, *outputs, scores], options, outputs)

@@ -1,7 +1,7 @@
 """text: the Triton source of an attention, specialised to its Form.
 
     scores     x = scale q.k of a block of keys                                    a program a row and block
-    values     top, total, o  <-  weigh(x, k), block after block, each relative    a program a row and slice
+    values     top, total, p  <-  weigh(x), block after block, each relative    a program a row and slice
                to the largest score so far; o / (total + exp(sink - top))          of channels
     both       in one program, x never leaves it                                   a program a row
 
@@ -12,11 +12,14 @@ channels change nothing, and totals add neighbours in pairs. So a row's bits dep
 
 from __future__ import annotations
 
-from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
+from dataclasses import dataclass
+
+from v41.lowering.rowwise.schedule import FIRST, LATER
 from v41.lowering.templates.attention.form import AS_IS, Branch, Form
 
 BLOCK = 64  # keys that are weighed at once, as in DeepSeek's own: it is part of the result
 HEADS_AT_ONCE, LEAST = 64, 16  # rows of a tile that the tensor cores take
+CHUNK = 128  # channels of a tile where a program has all of them: what registers hold while it is decoded
 
 START = '''import triton
 import triton.language as tl
@@ -31,13 +34,12 @@ def added(p, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def weigh(x, k, top, total, o, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
-    """One more block of keys: `top` is the largest score so far, what came before fades to it."""
+def weigh(x, top, total, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
+    """One more block of scores: the largest so far, the total, how far what came before fades, and p."""
     higher = tl.maximum(top, tl.max(x, 1))
     fade = tl.exp(top - higher)
     p = tl.exp(x - higher[:, None])
-    total = total * fade + added(p, ROWS, COUNT, LEVELS)
-    return higher, total, tl.dot(p.to(tl.bfloat16), k, o * fade[:, None])
+    return higher, total * fade + added(p, ROWS, COUNT, LEVELS), fade[:, None], p.to(tl.bfloat16)
 '''
 
 DECODERS = {
@@ -100,27 +102,30 @@ def turn(x, cos, sin, row, first, SIGN: tl.constexpr, ROWS: tl.constexpr, WIDE: 
 
 
 def keys_text(branch: Branch, form: Form) -> str:
-    """The function that reads a block of keys, all channels or a slice of them."""
+    """The functions that say which keys of a block are seen, and that read some channels of them."""
     block, count = block_of(form), branch.count
-    shown = "other=-1) >= 0" if branch.mask == "picks" else "other=0).to(tl.int1)"
+    shown = "other=-1) >= 0" if branch.mask == "picks" else f"other=0).to(tl.int1) & (key < {count})"
     lines = [
         "@triton.jit",
-        f"def {branch.name}_keys({branch.name}, {branch.mask}, row, block, first, WIDE: tl.constexpr):",
-        f'    """Which of {block} keys are seen, and their channels from `first` on; 0 of those that are not."""',
+        f"def {branch.name}_seen({branch.mask}, row, block):",
         f"    key = block * {block} + tl.arange(0, {block})",
-        f"    seen = tl.load({branch.mask} + row * {count} + key, mask=key < {count}, {shown}",
-        *([f"    seen = seen & (key < {count})"] if branch.mask != "picks" else []),
+        f"    return tl.load({branch.mask} + row * {count} + key, mask=key < {count}, {shown}",
+        "",
+        "",
+        "@triton.jit",
+        f"def {branch.name}_keys({branch.name}, seen, row, block, first, WIDE: tl.constexpr):",
+        f'    """[{block}, WIDE] channels from `first` on, bf16; 0 of keys that are not seen."""',
+        f"    key = row * {count} + block * {block} + tl.arange(0, {block})",
         *(_numbers(branch, form) if branch.values == AS_IS else _decoded(branch, form)),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _numbers(branch: Branch, form: Form) -> list[str]:
-    width = form.width
     return [
-        f"    at = {branch.name} + (row * {branch.count} + key)[:, None] * {width}",
+        f"    at = ({branch.name} + key * {form.width})[:, None]",
         "    channel = first + tl.arange(0, WIDE)",
-        "    return seen, tl.load(at + channel[None, :], mask=seen[:, None], other=0.0)",
+        "    return tl.load(at + channel[None, :], mask=seen[:, None], other=0.0)",
     ]
 
 
@@ -128,7 +133,7 @@ def _decoded(branch: Branch, form: Form) -> list[str]:
     held, block = branch.group_bytes, block_of(form)
     of_values = form.width // branch.group * held
     lines = [
-        f"    at = ({branch.name} + (row * {branch.count} + key) * {branch.bytes})[:, None]",
+        f"    at = ({branch.name} + key * {branch.bytes})[:, None]",
         f"    group = (first // {branch.group} + tl.arange(0, WIDE // {branch.group}))[None, :]",
         f"    byte = tl.load((at + group * {held})[:, :, None] + tl.arange(0, {held})[None, None, :], "
         "mask=seen[:, None, None], other=0)",
@@ -138,46 +143,83 @@ def _decoded(branch: Branch, form: Form) -> list[str]:
         lines.append("    k = tl.join((e2m1(byte) * by).to(tl.bfloat16), (e2m1(byte >> 4) * by).to(tl.bfloat16))")
     else:
         lines.append(f"    k = ({branch.values}(byte) * by).to(tl.bfloat16)")
-    return [*lines, f"    return seen, tl.reshape(k, [{block}, WIDE])"]
+    return [*lines, f"    return tl.reshape(k, [{block}, WIDE])"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Channels of a tile: from `first` on, `wide` of them; `name` ends what a variable of it is called."""
+
+    name: str
+    first: str
+    wide: str
+    turns: bool  # whether any of them may turn
+
+    @property
+    def channel(self) -> str:
+        return f"{self.first} + tl.arange(0, {self.wide})[None, :]"
+
+
+def chunks_of(form: Form) -> list[Chunk]:
+    """All channels, in tiles."""
+    wide, kept = min(CHUNK, form.width), form.width - form.rotary
+    return [Chunk(str(i), str(at), str(wide), at + wide > kept) for i, at in enumerate(range(0, form.width, wide))]
 
 
 def kernel_text(form: Form, name: str, operands: list[str]) -> str:
     rows, tiles = tile_of_heads(form)
+    every, slice_ = chunks_of(form), Chunk("", "first", "SLICE", bool(form.rotary))
     lines = [
         "@triton.jit",
         f"def {name}({', '.join(operands)}, out, scores, SLICE: tl.constexpr, STEP: tl.constexpr):",
         f"    row = (tl.program_id(0) // {tiles}).to(tl.int64)",
         f"    head = tl.program_id(0) % {tiles} * {rows} + tl.arange(0, {rows})",
         f"    here = (head < {form.heads})[:, None]",
-        f"    channel = tl.arange(0, {form.width})[None, :]",
         f"    home = (row * {form.heads} + head)[:, None] * {form.width}",
-        f"    if STEP != {LATER}:",
-        "        q = tl.load(queries + home + channel, mask=here, other=0.0)",
-        *_turned("        q", "q", form, 0, "0", rows, str(form.width)),
-        f"    if STEP == {FIRST}:",
-        *_scores(form, rows),
+        f"    if STEP == {LATER}:",
+        "        first = tl.program_id(1) * SLICE",
+        *_values(form, [slice_], rows, scored=True),
         "    else:",
-        *_values(form, rows),
+        *_queries(form, every, rows),
+        f"        if STEP == {FIRST}:",
+        *_scores(form, every, rows),
+        "        else:",
+        *("    " + line for line in _values(form, every, rows, scored=False)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _turned(into: str, what: str, form: Form, which: int, first: str, rows: int, wide: str) -> list[str]:
-    """Rotation number `which`, rounded, if there is one."""
+def _queries(form: Form, chunks: list[Chunk], rows: int) -> list[str]:
+    lines = []
+    for chunk in chunks:
+        lines.append(f"        q{chunk.name} = tl.load(queries + home + {chunk.channel}, mask=here, other=0.0)")
+        lines += _turned(f"        q{chunk.name}", form, 0, chunk, rows)
+    return lines
+
+
+def _turned(what: str, form: Form, which: int, chunk: Chunk, rows: int) -> list[str]:
+    """Rotation number `which` of `what`, rounded, if there is one."""
     sign = form.turns[which]
-    if not sign:
+    if not sign or not chunk.turns:
         return []
-    return [f"{into} = turn({what}.to(tl.float32), cos, sin, row, {first}, {sign}, {rows}, {wide}).to(tl.bfloat16)"]
+    place = f"row, {chunk.first}, {sign}, {rows}, {chunk.wide}"
+    return [f"{what} = turn({what.strip()}.to(tl.float32), cos, sin, {place}).to(tl.bfloat16)"]
 
 
-def _score(form: Form) -> str:
-    return f'tl.where(seen[None, :], tl.dot(q, k.trans()) * {form.scale!r}, float("-inf"))'
+def _read(branch: Branch, number: str, chunks: list[Chunk]) -> list[str]:
+    """Block `number` of a branch: what is seen, and its keys, a variable a chunk."""
+    keys = (f"k{c.name} = {branch.name}_keys({branch.name}, seen, row, {number}, {c.first}, {c.wide})" for c in chunks)
+    return [f"seen = {branch.name}_seen({branch.mask}, row, {number})", *keys]
 
 
-def _read(branch: Branch, start: int) -> str:
-    """The call that reads block `number`, the branch's own beginning at `start`, up to the channels."""
-    own = f"number - {start}" if start else "number"
-    return f"{branch.name}_keys({branch.name}, {branch.mask}, row, {own}"
+def _score(form: Form, chunks: list[Chunk]) -> list[str]:
+    """x of the block that was read."""
+    first, *others = (c.name for c in chunks)
+    return [
+        f"x = tl.dot(q{first}, k{first}.trans())",
+        *(f"x = tl.dot(q{name}, k{name}.trans(), x)" for name in others),
+        f'x = tl.where(seen[None, :], x * {form.scale!r}, float("-inf"))',
+    ]
 
 
 def _place(form: Form, rows: int) -> str:
@@ -187,45 +229,44 @@ def _place(form: Form, rows: int) -> str:
             f"+ tl.arange(0, {block})[None, :]")  # fmt: skip
 
 
-def _scores(form: Form, rows: int) -> list[str]:
+def _own(start: int) -> str:
+    """The number of a block in its branch, whose first is block `start` of all."""
+    return f"number - {start}" if start else "number"
+
+
+def _scores(form: Form, chunks: list[Chunk], rows: int) -> list[str]:
     """Of the one block that this program has."""
-    lines, start = ["        number = tl.program_id(1)", f"        at = scores + {_place(form, rows)}"], 0
+    lines, start = ["            number = tl.program_id(1)", f"            at = scores + {_place(form, rows)}"], 0
     for branch in form.branches:
         end = start + blocks_of(form, branch)
-        lines += [
-            f"        if (number >= {start}) & (number < {end}):",
-            f"            seen, k = {_read(branch, start)}, 0, {form.width})",
-            f"            tl.store(at, {_score(form)})",
-        ]
+        lines.append(f"            if (number >= {start}) & (number < {end}):")
+        body = [*_read(branch, _own(start), chunks), *_score(form, chunks), "tl.store(at, x)"]
+        lines += [" " * 16 + line for line in body]
         start = end
     return lines
 
 
-def _values(form: Form, rows: int) -> list[str]:
+def _values(form: Form, chunks: list[Chunk], rows: int, scored: bool) -> list[str]:
+    """Blocks one after another, their scores computed here or before; then the output."""
     block, levels = block_of(form), block_of(form).bit_length() - 1
     lines = [
-        "        first = tl.program_id(1) * SLICE",
-        f"        top = tl.full([{rows}], -1e30, tl.float32)",
-        f"        total = tl.zeros([{rows}], tl.float32)",
-        f"        o = tl.zeros([{rows}, SLICE], tl.float32)",
+        f"top = tl.full([{rows}], -1e30, tl.float32)",
+        f"total = tl.zeros([{rows}], tl.float32)",
+        *(f"o{c.name} = tl.zeros([{rows}, {c.wide}], tl.float32)" for c in chunks),
     ]
     start = 0
     for branch in form.branches:
-        count = blocks_of(form, branch)
-        lines += [
-            f"        for number in range({start}, {start + count}):",
-            f"            seen, k = {_read(branch, start)}, first, SLICE)",
-            f"            if STEP == {ALL}:",
-            f"                x = {_score(form)}",
-            "            else:",
-            f"                x = tl.load(scores + {_place(form, rows)})",
-            f"            top, total, o = weigh(x, k, top, total, o, {rows}, {block}, {levels})",
+        end = start + blocks_of(form, branch)
+        body = [
+            *_read(branch, _own(start), chunks),
+            *([f"x = tl.load(scores + {_place(form, rows)})"] if scored else _score(form, chunks)),
+            f"top, total, fade, p = weigh(x, top, total, {rows}, {block}, {levels})",
+            *(f"o{c.name} = tl.dot(p, k{c.name}, o{c.name} * fade)" for c in chunks),
         ]
-        start += count
-    return [
-        *lines,
-        f"        total += tl.exp(tl.load(sink + head, mask=head < {form.heads}, other=0.0).to(tl.float32) - top)",
-        "        y = (o / total[:, None]).to(tl.bfloat16)",
-        *_turned("        y", "y", form, 1, "first", rows, "SLICE"),
-        "        tl.store(out + home + first + tl.arange(0, SLICE)[None, :], y, mask=here)",
-    ]
+        lines += [f"for number in range({start}, {end}):", *("    " + line for line in body)]
+        start = end
+    lines.append(f"total += tl.exp(tl.load(sink + head, mask=head < {form.heads}, other=0.0).to(tl.float32) - top)")
+    for c in chunks:
+        lines.append(f"y = (o{c.name} / total[:, None]).to(tl.bfloat16)")
+        lines += [*_turned("y", form, 1, c, rows), f"tl.store(out + home + {c.channel}, y, mask=here)"]
+    return ["        " + line for line in lines]
