@@ -1,6 +1,6 @@
 """python -m tests.mutation: breaks guards of the passes one at a time, and says what no test noticed.
 
-Exits with 1 where a mutant survives that did not in score.json. What it finds is written there when all files ran.
+Exits with 1 where a mutant survives that was killed in score.json. What it finds is written there when all files ran.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ def score_of(results: Sequence[tuple[Mutant, Outcome]], share: float) -> dict[st
         "equivalent": everything["equivalent"],
         "files": rows,
         "survivors": survivors,
+        "kills": {mutant.key: outcome.by for mutant, outcome in results if outcome.told == "killed"},
     }
 
 
@@ -124,9 +125,8 @@ def table(score: dict[str, Any]) -> str:
 
 
 def newly_survived(score: dict[str, Any], before: dict[str, Any]) -> list[dict[str, str]]:
-    """Survivors that an earlier score does not name."""
-    known = {each["key"] for each in before.get("survivors", [])}
-    return [each for each in score["survivors"] if each["key"] not in known]
+    """Survivors that an earlier score saw killed."""
+    return [each for each in score["survivors"] if each["key"] in before.get("kills", {})]
 
 
 def load(path: Path = SCORE) -> dict[str, Any]:

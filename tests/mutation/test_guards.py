@@ -148,7 +148,8 @@ def test_a_score_counts_and_names_survivors() -> None:
     assert (score["killed"], score["total"], score["equivalent"]) == (killed, killed + 2, 1)
     assert [each["at"] for each in score["survivors"]] == ["passes/a.py:3", "passes/a.py:5"]
     assert score["files"]["passes/a.py"] == {"total": len(WANTED)} | Counter(told)
-    assert newly_survived(score, {}) == score["survivors"] and newly_survived(score, score) == []
+    assert len(score["kills"]) == killed and newly_survived(score, score) == newly_survived(score, {}) == []
+    assert newly_survived(score, {"kills": {score["survivors"][0]["key"]: "a test"}}) == score["survivors"][:1]
     assert table(score).splitlines()[-1].startswith(f"killed {killed} of {killed + 2} mutants")
 
 
