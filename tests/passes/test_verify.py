@@ -171,6 +171,17 @@ def test_a_rule_that_is_a_passs_business_is_not_held_against_it() -> None:
     verify(gm, known, name="writer", but=["keeps writes and their order"])
 
 
+def test_how_far_apart_the_parts_of_an_axis_of_one_lie_is_nobodys_business() -> None:
+    gm = trace(lambda x: x.unsqueeze(0) + 1, torch.randn(5, 4))
+    known, node = facts(gm), only(gm, aten.add.Tensor)
+    value = node.meta["val"]
+    node.meta["val"] = value.new_empty_strided(value.shape, (7, *value.stride()[1:]))
+    verify(gm, known, name="nothing")
+    node.meta["val"] = value.new_empty_strided(value.shape, (*value.stride()[:2], 7))
+    with pytest.raises(InvariantBroken):
+        verify(gm, known, name="careless")
+
+
 def test_every_rule_has_a_damage() -> None:
     assert set(DAMAGES.values()) == dict(RULES).keys()
 
