@@ -17,7 +17,7 @@ from triton.runtime import interpreter as it
 NARROW = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 Builder, Handle = it.InterpreterBuilder, it.TensorHandle
 plain_cast, plain_binary, plain_unary = Builder.cast_impl, Builder.binary_op, Builder.unary_op
-plain_dot, plain_sum = Builder.create_dot, it.ReduceOps.sum
+plain_dot, plain_sum, plain_splat = Builder.create_dot, it.ReduceOps.sum, Builder.create_splat
 
 
 def is_bits(handle: Any) -> bool:  # a comparison keeps its operands' type and holds bools
@@ -80,6 +80,14 @@ def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
     return rounded(torch.from_numpy(x64 * y64 + z64), z.dtype.scalar)
 
 
+def splat(self: Any, *args: Any) -> Any:
+    (given,) = (arg for arg in args if isinstance(arg, Handle))
+    spread = plain_splat(self, *args)
+    if given.data.dtype == np.bool_:  # a comparison, which the interpreter spreads as numbers of its operands' type
+        spread.data = spread.data.astype(np.bool_)
+    return spread
+
+
 def dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
     if not a.dtype.scalar.is_floating():
         return plain_dot(self, a, b, d, precision, imprecise)
@@ -108,7 +116,7 @@ def tree_sum(self: Any, input: Any) -> Any:
 
 
 Builder.cast_impl, Builder.create_fp_to_fp, Builder.binary_op, Builder.unary_op = cast, fp_to_fp, binary, unary
-Builder.create_clampf, Builder.create_fma, Builder.create_dot = clamp, fma, dot
+Builder.create_clampf, Builder.create_fma, Builder.create_dot, Builder.create_splat = clamp, fma, dot, splat
 Builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 Builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 Builder.get_bf16 = lambda self, value: rounded(torch.tensor([value], dtype=torch.float32), tl.bfloat16)

@@ -4,8 +4,9 @@
       lanes                    the axes of its tiles
       one line an expression   loads, arithmetic, folds; each result stored as soon as it is known
 
-With a product in front (front.py) the same lines read its sums. The order of every sum follows from the text, so that
-results are the same bits for every ROWS and number of warps.
+All batches run the same code, with the same ROWS and warps, so a row has the same bits in each. With a product in front
+(front.py) the same lines read its sums, in code that varies with the batch: sums are folded in pairs there, in an order
+that hangs on no layout.
 """
 
 from __future__ import annotations
@@ -144,15 +145,18 @@ class Lines:
         sizes = self.space.shape(x.lanes, self.rows if x.row else "1")
         for lane in sorted(over, key=lambda lane: -self.space.axis[lane]):  # type: ignore[call-overload]
             axis = self.space.axis[lane]
-            if op == "add":
+            if op == "add" and self.kept.front is None:
+                text = f"tl.sum({text}, {axis}, keep_dims=True)"
+            elif op == "add":
                 front, behind = " * ".join(sizes[:axis]), " * ".join(sizes[axis + 1 :]) or "1"
                 levels = lane.padded.bit_length() - 1
                 text = f"fold_axis({text}, {front}, {lane.padded}, {behind}, {levels})"
                 sizes[axis] = "1"
-                text = f"tl.reshape({text}, [{', '.join(sizes)}])"
+                text = f"anchored({text}, [{', '.join(sizes)}], {axis})"
             else:
                 text = f"tl.{'max' if op == 'maximum' else 'min'}({text}, {axis}, keep_dims=True)"
-        return f"unordered({text})" if op != "add" and floating else text
+        text = f"unordered({text})" if op != "add" and floating else text
+        return text if expr.lanes else f"bare({text})"
 
     def _rank(self, expr: Expr) -> None:
         """The picks one after the other, `best` and, unless the keys tell, `place`, in the lane of the picks."""
@@ -228,7 +232,10 @@ def text(kept: Kept, name: str) -> str:
 
 def rows_lines(lines: Lines, kept: Kept, order: list[Expr]) -> None:
     """What is done with the rows from `first` on."""
-    lines.say(f"row = (first + tl.arange(0, ROWS)).to(tl.int64){lines.space.across(0)}", "live = row < T")
+    across = lines.space.across(0)
+    lines.say("if ROWS == 1:  # a scalar, as all numbers of a row then: no layout that tiles could take from them",
+              "    row = first.to(tl.int64)", "else:", f"    row = (first + tl.arange(0, ROWS)).to(tl.int64){across}",
+              "live = row < T")  # fmt: skip
     lines.lanes(lane for lane in lines.space.axis if not isinstance(lane, Along))
     place = {expr: i for i, expr in enumerate(order)}
     for store in sorted(kept.stores, key=lambda store: place.get(store.value, -1)):

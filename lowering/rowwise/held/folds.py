@@ -1,7 +1,6 @@
 """folds: reductions over axes of a row. A few elements are spelled out, more become lanes of a tile that is folded.
 
-Lanes are folded in pairs, the pairs in pairs, the innermost lane first: an order that hangs on the sizes alone, not on
-how threads hold the tile. Accumulation is fp32, as in eager; integers are summed as int64.
+How lanes are added, emit.py says. Accumulation is fp32, as in eager; integers are summed as int64.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from v41.lowering.rowwise.held.products import Front
 from v41.lowering.rowwise.launch import Call, Kernel
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
 
-CROWD = 1024  # programs at least, before one takes more than one row
-TILE_ELEMENTS = 256  # elements of a program's tile that several rows may fill
-FEW, A_THREAD, MOST_WARPS = 512, (4, 16), (16, 8)  # rows that leave the chip idle; elements a thread for few and more
+SHORT = 128  # elements that a program should have at least, of several rows where one has fewer
+A_THREAD, MOST_WARPS = 8, 8  # elements of a row's largest tile
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ FRONTS = (  # most rows, schedule; warps are those of wgmma, whose order of sums
     (16, Spread(1, 4, 16, 64, 1, split=True)),
     (64, Spread(1, 4, 64, 64, 2, split=True)),
     (256, Spread(1, 4, 64, 64, 4, split=True)),
-    (1 << 62, Spread(2, 4, 128, 64, 16, 3, split=True)),
+    (1 << 62, Spread(1, 4, 128, 64, 16, 3, split=True)),
 )
 
 
@@ -48,15 +47,11 @@ class HeldKernel(Kernel):
     front: tuple[int, int, int, int] | None  # columns, their stride in memory, runs, and chunks a run, of a product
 
     def schedule_for(self, rows: int) -> Spread:
-        """Rows by themselves while there are few, as many as a program holds where there are many."""
+        """One for all batches, unless a product in front has its rows tiled."""
         if self.front is not None:
             return next(schedule for most, schedule in FRONTS if rows <= most)
-        count = 1
-        while count * 2 * self.elements <= TILE_ELEMENTS and rows >= 2 * count * CROWD:
-            count *= 2
-        crowded = rows > FEW
-        warps = count * self.elements // (32 * A_THREAD[crowded])
-        return Spread(count, max(1, min(MOST_WARPS[crowded], warps)))
+        count = max(1, SHORT // self.elements)
+        return Spread(count, max(1, min(MOST_WARPS, count * self.elements // (32 * A_THREAD))))
 
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
         read, rows, device = self.given(tensors)

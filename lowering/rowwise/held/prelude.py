@@ -13,6 +13,22 @@ def fold_axis(x, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, LEVELS: tl.c
 
 
 @triton.jit
+def anchored(x, SHAPE: tl.constexpr, AXIS: tl.constexpr):
+    """`x` as SHAPE, of size 1 along AXIS, behind an op that Triton moves no layout across: else tiles that meet a sum
+    take its layout, all of them in every thread."""
+    return tl.reduce(tl.reshape(x, SHAPE), AXIS, first_of, keep_dims=True)
+
+
+@triton.jit
+def bare(x):
+    """`x`, a scalar if it is a single number."""
+    if x.numel == 1:
+        return tl.reduce(tl.reshape(x, [1]), 0, first_of)
+    else:
+        return x
+
+
+@triton.jit
 def ordered(x):
     """fp32 as int32 in the same order, NaN above all."""
     bits = x.to(tl.int32, bitcast=True)
