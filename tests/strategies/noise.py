@@ -68,9 +68,9 @@ def _look_around(gm: GraphModule, node: Node) -> None:
 
 
 def _look_flat(gm: GraphModule, node: Node) -> None:
-    """The last two axes made one, and two again; an expand to itself where there are none."""
+    """The last two axes made one, and two again; an expand to itself where there are none, or they are no numbers."""
     shape = node.meta["val"].shape
-    if len(shape) < 3:
+    if len(shape) < 3 or not all(isinstance(size, int) for size in shape[1:]):
         same = _insert(gm, node, aten.expand.default, [-1] * len(shape))
         _redirect(node, same, {same})
         return

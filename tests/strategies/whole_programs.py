@@ -187,6 +187,8 @@ class Program:
             for fn, (_, own, held), tie, returned in zip(functions, made, self.ties, self.returned, strict=True):
                 taken, moving = moving[: len(own)], moving[len(own) :]
                 kept, still = still[: len(held)], still[len(held) :]
+                if number is not None and not any(row.is_floating_point() for row in taken):
+                    results.append(number)  # nothing to tie it to
                 found = tensors(fn(*tied(taken, number), *kept))
                 number, more = TIES[tie](first_float(found), cache, at)
                 results += [*more, *(found if returned or len(found) > 1 else [])]
