@@ -1,4 +1,5 @@
 """generate_piece: a piece whose rows are independent becomes one generated Triton kernel, or is refused with a reason.
+A lone attention is the business of a template (templates/), all else of rowwise/.
 
     before   piece: rows of fp32 and bf16 in, regions, rows out        after   one launch; inputs checked at the border
 
@@ -18,6 +19,8 @@ from torch.fx import GraphModule, Node
 
 from v41.lowering.piece_inputs import checker
 from v41.lowering.rowwise import Kernel, Unsupported, generate
+from v41.lowering.templates import attention
+from v41.regions import regions
 
 DEVICES = ("cuda",)  # types that Triton compiles for here
 
@@ -36,7 +39,8 @@ class GeneratedPiece:
 
 def generate_piece(body: GraphModule, name: str, piece: str) -> GeneratedPiece | Unsupported:
     """The generated kernel of `body`, its text called `name` and a hash. `piece` names it where inputs do not fit."""
-    found = generate(body, name)
+    attends = any(regions(body, attention.KIND))
+    found = attention.generate(body, name) if attends else generate(body, name)
     if isinstance(found, Unsupported):
         return found
     placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]

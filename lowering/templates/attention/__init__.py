@@ -11,12 +11,12 @@ from torch.fx import GraphModule
 
 from v41.lowering.rowwise import Unsupported, digest
 from v41.lowering.rowwise.read import described, outputs_of
-from v41.lowering.templates.attention.form import Form, NotTaken, form_of, lone_region, roles_of
+from v41.lowering.templates.attention.form import KIND, Form, NotTaken, form_of, lone_region, roles_of
 from v41.lowering.templates.attention.header import header
 from v41.lowering.templates.attention.launch import AttentionKernel, Spread
 from v41.lowering.templates.attention.text import block_of, blocks_of, text, tile_of_heads
 
-__all__ = ["AttentionKernel", "Form", "Spread", "generate"]
+__all__ = ["KIND", "AttentionKernel", "Form", "Spread", "generate"]
 
 
 def generate(body: GraphModule, name: str = "attention") -> AttentionKernel | Unsupported:

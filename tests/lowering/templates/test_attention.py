@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.lowering.rowwise.running import ULP, interpret, rms
 from tests.lowering.templates.regions import by_role, inputs_of, kernel_of, piece
 from tests.strategies.attention import Spelling
 from tests.triton_interpreter import Interpreter
+from v41.lowering.generated import GeneratedPiece, generate_piece
 from v41.lowering.rowwise import Unsupported
 from v41.lowering.templates.attention import AttentionKernel, Spread, generate
 from v41.lowering.templates.attention.form import RULES, form_of, lone_region
@@ -143,6 +145,14 @@ def test_few_rows_are_spread_over_programs_and_many_are_not() -> None:
     launches = [kernel.prepare(inputs_of(piece(MODEL), MODEL, rows)).launches for rows in (1, 100)]
     assert [len(each) for each in launches] == [2, 1]
     assert launches[1][0][0] == (100, 1)
+
+
+def test_a_piece_that_attends_is_generated_by_the_template() -> None:
+    made = generate_piece(piece(MODEL), "attention", "piece")
+    assert isinstance(made, GeneratedPiece) and isinstance(made.kernel, AttentionKernel)
+    (result,) = made(*inputs_of(piece(MODEL), MODEL, 0))
+    assert result.shape == (0, MODEL.heads, MODEL.width)
+    assert pickle.loads(pickle.dumps(made.kernel)).source == made.kernel.source
 
 
 # ---- what is refused
