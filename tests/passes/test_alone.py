@@ -255,6 +255,14 @@ def test_a_key_holds_the_sources_that_a_pass_imports_of_its_own_package_and_of_o
     assert one == same != other
 
 
+def test_a_source_may_be_imported_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "whole_alone").mkdir()
+    for name, text in {"__init__": "", "words": "", "mine": "import whole_alone.words as words\n"}.items():
+        (tmp_path / "whole_alone" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [path.name for path in sources_of("whole_alone.mine")] == ["__init__.py", "mine.py", "words.py"]
+
+
 def test_the_sources_of_a_pass_are_its_own_closure_and_not_the_other_passes() -> None:
     names = {"/".join(path.parts[-2:]) for path in sources_of(fold_sinkhorn.__module__)}
     assert {

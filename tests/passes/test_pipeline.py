@@ -105,6 +105,8 @@ def test_a_pass_without_sites_is_worth_a_warning_only_beside_one_that_found_some
         program(), [Pass(outline_relu, expects="relu"), Pass(find_nothing, expects="mHC boundary")]
     )
     assert silent.warning == "no mHC boundary found"
+    _, (_, asked_for_nothing) = run_pipeline(program(), [Pass(outline_relu, expects="relu"), Pass(find_nothing)])
+    assert asked_for_nothing.warning is None
     _, (alone,) = run_pipeline(program(), [Pass(find_nothing, expects="mHC boundary")])
     assert alone.warning is None
 

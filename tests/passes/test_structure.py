@@ -90,6 +90,15 @@ def test_regions_count_with_kind_and_attributes() -> None:
     assert len(keys) == 3
 
 
+def test_the_order_of_attributes_does_not_count() -> None:
+    keys = set()
+    for attributes in ({"steps": 2, "eps": 1e-6}, {"eps": 1e-6, "steps": 2}):
+        gm = trace(two_steps, ROWS)
+        outline(gm, [last(gm, "mul"), last(gm, "relu")], kind="fold", **attributes)
+        keys.add(structure_key(gm))
+    assert len(keys) == 1
+
+
 def key_of_an_example() -> str:
     return structure_key(trace(lambda x, w: two_steps(x) @ w, ROWS, static=(torch.ones(8, 3),)))
 
