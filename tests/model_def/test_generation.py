@@ -113,6 +113,14 @@ def test_the_longest_prefix_is_taken(slots: int, hits: list[int]) -> None:
     assert [request.hit for request in requests] == hits
 
 
+def test_a_slot_that_was_copied_into_no_longer_holds_what_it_did() -> None:
+    """Both slots become free at once: the third request copies from the second's, over what the fourth would have."""
+    one, other = list(range(30)), list(range(100, 130))
+    requests = [Request.to_write(prompt, 1) for prompt in (one, other, [*other, 7], [*one, 7])]
+    list(generate(Keeps(), TINY, Cache.zeros(TINY, 2, 64), requests, chunk=64, reuse=True))
+    assert [request.hit for request in requests] == [0, 0, 30, 0]
+
+
 def test_nothing_is_shared_unless_asked_for() -> None:
     requests = [Request.to_write(list(range(40)), 2) for _ in range(2)]
     list(generate(Keeps(), TINY, Cache.zeros(TINY, 1, 64), requests, chunk=64))
