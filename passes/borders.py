@@ -37,7 +37,7 @@ from v41.passes.analysis.effects import (
     written_args,
 )
 from v41.passes.analysis.sizes import NodeSizes
-from v41.regions import body_of, invoke_subgraph, is_region, region_of
+from v41.regions import body_of, cuts, invoke_subgraph, is_region, region_of
 
 FEW = 8  # so many nodes cost no more than what a captured piece adds: a launch, and copies at both of its borders
 CHECKS = "checks of sizes"
@@ -70,7 +70,7 @@ class Judge:
     written: frozenset[Node]  # the ends of views that something writes through
 
     def kind(self, node: Node) -> Kind:
-        if is_region(node) and region_of(node).kind in self.cut_at:
+        if is_region(node) and cuts(region_of(node), self.cut_at):
             return Kind.REGION
         if self.obstacle(node):
             return Kind.HOST
@@ -176,7 +176,7 @@ class Drafts:
             self._begin(Kind.RAGGED)
         elif needed and kind in (Kind.REGION, Kind.HOST):
             self._begin(Kind.EVEN)
-        if not self.drafts or self.drafts[-1].kind is not kind:
+        if not self.drafts or self.drafts[-1].kind is not kind or kind is Kind.REGION:
             self._begin(kind)
 
     def _begin(self, kind: Kind) -> None:
@@ -218,8 +218,9 @@ class Drafts:
             else draft.kind
             for before, draft, after in around
         ]
-        runs = groupby(zip(self.drafts, kinds, strict=True), key=itemgetter(1))
-        return [Draft("", kind, [node for draft, _ in run for node in draft.own]) for kind, run in runs]
+        alone = [(kind, i if kind is Kind.REGION else 0) for i, kind in enumerate(kinds)]
+        runs = groupby(zip(self.drafts, alone, strict=True), key=itemgetter(1))
+        return [Draft("", kind, [node for draft, _ in run for node in draft.own]) for (kind, _), run in runs]
 
     def _border(self, draft: Draft, before: str | None) -> str:
         """Why `draft` begins, `before` being why the one in front of it did."""

@@ -70,6 +70,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
 )
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that become pieces of their own
+ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor")  # likewise with generated kernels: one launch for several
 ALONG = "rows"  # the size whose work is captured in pieces, apart from work with other sizes
 
 

@@ -35,10 +35,11 @@ from v41.errors import CodegenHasNoDevice, GradientsRequested, UnknownBuckets
 from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
 from v41.passes.check_plan import check_plan
+from v41.passes.open_shared import open_shared
 from v41.passes.partition import partition
-from v41.passes.pipeline import ALONG, CUT_AT, PIPELINE, run_pipeline, text_of
+from v41.passes.pipeline import ALONG, CUT_AT, PIPELINE, ROW_KERNELS, run_pipeline, text_of
 from v41.plan import Plan
-from v41.regions import region_of, regions
+from v41.regions import cuts, region_of, regions
 from v41.report import Captures, CompileReport, programs_wanted, publish, source_of
 from v41.runtime.capture import CudaGraphs, Graphs
 from v41.runtime.executor import Artifact, Run, eager_artifact, executor
@@ -135,7 +136,9 @@ def build(
     report.seconds["passes"], start = clock() - start, clock()
     inputs = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
-    plan = partition(program, cut_at=CUT_AT, along=ALONG, called=called)
+    cut_at = kernel_kinds(order)
+    open_shared(program, cut_at)
+    plan = partition(program, cut_at=cut_at, along=ALONG, called=called)
     plan = replace(plan, rebuilt=tuple(sorted(outputs_rebuilt_from_inputs(len(plan.outputs)))))
     check_plan(plan)
     report.seconds["partition"], start = clock() - start, clock()
@@ -224,8 +227,8 @@ def artifact(
 
 def generated(body: GraphModule, names: Sequence[str], report: CompileReport) -> Artifact | str:
     """The generated kernel of a piece of regions, or why there is none; "" for pieces between regions."""
-    calls = list(regions(body))
-    kinds = dict.fromkeys(kind for call in calls if (kind := region_of(call).kind) in CUT_AT)
+    wanted = kernel_kinds(("triton",))
+    kinds = dict.fromkeys(region.kind for region in map(region_of, regions(body)) if cuts(region, wanted))
     if not kinds:
         return ""
     from v41.lowering.generated import GeneratedPiece, generate_piece
@@ -235,6 +238,11 @@ def generated(body: GraphModule, names: Sequence[str], report: CompileReport) ->
         return f"no kernel, since {made.node} ({made.op}) {made.reason}"
     report.kernels.setdefault(made.kernel.name, []).extend(names)
     return made
+
+
+def kernel_kinds(order: Sequence[str]) -> tuple[str, ...]:
+    """The kinds of region that are pieces of their own."""
+    return (*CUT_AT, *ROW_KERNELS) if "triton" in order else CUT_AT
 
 
 def compiled_by_inductor(body: GraphModule, names: Sequence[str], tiers: Sequence[Mapping[str, int]]) -> Artifact | str:

@@ -10,7 +10,7 @@ of a kernel, and Inductor inlines it unasked. Outlining moves nodes, in order, a
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,12 @@ class NotOutlinable(AssertionError):
 def region_of(call: Node) -> Region:
     """The Region of an invoke_subgraph call node made by `outline`. KeyError for a subgraph call that is no region."""
     return body_of(call).meta[META]
+
+
+def cuts(region: Region, kinds: Collection[str]) -> bool:
+    """Whether `region` is a piece of its own where `kinds` are: not if it is a norm with nothing behind it, which is
+    one kernel beside whatever stands there, too."""
+    return region.kind in kinds and region.attrs.get("then") != ()
 
 
 def body_of(call: Node) -> GraphModule:

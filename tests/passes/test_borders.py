@@ -133,6 +133,20 @@ def test_a_few_even_nodes_beside_ragged_ones_join_them() -> None:
     assert len(told(many)) == 5
 
 
+def test_regions_side_by_side_are_pieces_of_their_own() -> None:
+    plan = planned(lambda x, r, c: x.tanh().tanh() + 1, seams=True)
+    assert [piece.border for piece in work(plan)] == ["region seam", "region seam", "end of region seam"]
+
+
+def test_a_norm_with_nothing_behind_it_is_no_piece_of_its_own() -> None:
+    gm = traced(lambda x, r, c: (x.tanh() * 2).tanh() * 3)
+    for node, then in zip([n for n in gm.graph.nodes if n.target is aten.tanh.default], ((), ("fp8",)), strict=True):
+        outline(gm, [node], kind="seam", then=then)
+    plan = partition(gm, cut_at=["seam"], along="rows")
+    assert [piece.border for piece in work(plan)][-2:] == ["region seam", "end of region seam"]
+    assert sum(piece.border == "region seam" for piece in plan.pieces) == 1
+
+
 def test_a_region_beside_ragged_work_stays_a_piece() -> None:
     plan = planned(lambda x, r, cache: ragged(ragged(x, r).tanh(), r), seams=True)
     assert [border for border, _ in told(plan)] == ["use of requests", "region seam", "use of requests"]
