@@ -114,7 +114,7 @@ WHOLE = (
     lambda i: i.clamp(min=1, max=9), lambda i: torch.where(i > 3, i, 7 - i), lambda i: i.to(torch.int64) * 1000003,
     lambda i: (i.amax(-1, keepdim=True) - i), lambda i: i.flip(-1), lambda i: i.sum(-1, keepdim=True) + i,
 )  # fmt: skip
-PLAN = st.tuples(st.sampled_from("uubbvvgfffscjqkriltmM"), *[st.integers(0, 997)] * 3)
+PLAN = st.tuples(st.sampled_from("uubbvvgfffscjqkriltmMp"), *[st.integers(0, 997)] * 3)
 
 
 @st.composite
@@ -181,6 +181,10 @@ def step(kind: str, value: Tensor, other: Tensor, number: Tensor, n: int, table:
             floats.append(number.float() * 0.1)
         case "m":
             floats.append(value.float().flatten(1)[:, : table.shape[-1]] @ pad(table.float(), value))
+        case "p":  # from a table made on the way; long enough for a kernel of its own kind where rows are wide
+            columns = min(value.shape[1:].numel(), table.shape[-1])
+            weights = table[0, :columns].float()[:, None] * table[1].float()
+            floats.append(value.float().flatten(1)[:, :columns] @ (weights / columns**0.5))
         case "M":
             floats.append(torch.einsum("ts,tk->tsk", value.float().flatten(1)[:, :5], other.float().flatten(1)[:, :6]))
 

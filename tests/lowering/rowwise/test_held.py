@@ -71,6 +71,14 @@ def test_no_rows_launch_nothing(name: str) -> None:
     assert all(result.shape[0] == 0 for result in results)
 
 
+def test_all_batches_run_the_same_code_unless_a_product_tiles_them() -> None:
+    for name in ("norm_rope_fp8", "pooled", "router"):
+        kernel = made(name)[1]
+        assert isinstance(kernel, HeldKernel)
+        found = {kernel.schedule_for(rows) for rows in (1, 7, 64, 4096, 1 << 20)}
+        assert (len(found) == 1) is (kernel.front is None)
+
+
 # ---- bodies nobody wrote
 
 
