@@ -3,6 +3,8 @@
 EQUIVALENT: dict[str, str] = {
     "passes/borders.py Drafts._work: node.target is not operator.getitem and (not self.judge.idle(node))"
     "  ->  not self.judge.idle(node)": "what takes a call apart is a view, which is idle",
+    "passes/outline_mhc.py attributes: scaling.eps if scaling is not None else None  ->  scaling.eps": "a boundary"
+    " without a scaling breaks a rule before its attributes are read",
     "passes/partition.py partition: late  ->  True": "a last draft without nodes becomes no piece",
     "passes/outline_output_projection.py Factor.rounding: node is not self.rows and formats_of(node, self.rows)"
     "  ->  formats_of(node, self.rows)": "from rows to themselves no node leads, so no format is read",
