@@ -1,13 +1,14 @@
 """Models of the `transformers` library, small and random, give eager's bits through v41, at lengths that vary.
 
-What is asked of each: no pass was undone, no rule of verify.py broken, nothing fell back or broke the graph, no mHC
-site was seen, and the same few programs serve all lengths. transformers is the extra `models`: `make nightly` has it.
+What is asked of each: no pass was undone, no rule of verify.py broken, nothing fell back or broke the graph, no site of
+mHC was seen, no other became a region save those that a case names, and the same few programs serve all lengths.
+transformers is the extra `models`: `make nightly` has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ class Case:
     settings: Mapping[str, Any]
     inputs: Callable[[int], dict[str, Any]] = text
     programs: int = 2  # one for the first length, one for all others
+    fires: Mapping[str, int] = field(default_factory=dict)  # pass -> regions: what it has in common with V4.1
 
 
 CASES = {
@@ -81,6 +83,7 @@ CASES = {
         {**TEXT, **EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
          "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
          "layer_types": ["linear_attention", "full_attention"]},
+        fires={"outline_norm_quantise": 1},  # of rows that are heads of tokens, laid out so
     ),
     "mixtral": Case("MixtralForCausalLM", "MixtralConfig", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": Case(
@@ -123,7 +126,8 @@ CASES = {
     "vit": Case("ViTModel", "ViTConfig", IMAGE, images),
     "clip": Case("CLIPVisionModel", "CLIPVisionConfig", IMAGE, images),
 }  # fmt: skip
-# The model before V4.1: each mHC boundary predicts its own pre, so its Sinkhorn loops are found and no boundary is.
+# The model before V4.1: each mHC boundary predicts its own pre, so its Sinkhorn loops are found and no boundary is. Its
+# gates, experts, attention and index scores are others and stay as they are.
 V4 = {
     **TEXT, "num_key_value_heads": 1, "moe_intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 16,
     "q_lora_rank": 8, "num_experts_per_tok": 2, "n_routed_experts": 4, "partial_rotary_factor": 0.5, "hc_mult": 3,
@@ -160,7 +164,16 @@ def check(case: Case) -> list[CompileReport]:
     assert [report.given_up or report.graph_break for report in reports] == [None] * len(reports)
     assert [report.fallbacks for report in reports] == [[]] * len(reports)
     assert [report.recompiles for report in reports] == list(range(case.programs))
+    assert regions_by_pass(reports[-1]) == case.fires
+    for report in reports:
+        assert regions_by_pass(report).keys() <= case.fires.keys()
     return reports
+
+
+def regions_by_pass(report: CompileReport) -> dict[str, int]:
+    """How many sites became regions, of each pass that found some."""
+    made = {run.name: sum(decision.region is not None for decision in run.decisions) for run in report.passes}
+    return {name: count for name, count in made.items() if count}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -170,10 +183,10 @@ def test_small_models_have_eagers_bits_and_no_boundary_is_seen(name: str) -> Non
 
 
 def test_deepseek_v4_has_eagers_bits_and_its_sinkhorn_loops_are_folded() -> None:
-    for report in check(Case("DeepseekV4ForCausalLM", "DeepseekV4Config", V4, programs=3)):
-        runs = {run.name: run for run in report.passes}
-        assert runs["fold_sinkhorn"].applied == 4 and not runs["fold_sinkhorn"].refused  # two a layer
-        assert runs["outline_mhc"].applied == 0
+    """And its compressors are V4.1's but for how many tokens they pool; both layers have one, one has an indexer."""
+    fires = {"fold_sinkhorn": 4, "outline_compressor": 2}  # two loops a layer
+    for report in check(Case("DeepseekV4ForCausalLM", "DeepseekV4Config", V4, programs=3, fires=fires)):
+        assert next(run for run in report.passes if run.name == "fold_sinkhorn").refused == 0
 
 
 def test_a_static_cache_is_written_in_place_and_every_step_has_the_bits_of_dynamos_graph() -> None:
