@@ -177,6 +177,18 @@ def test_what_a_row_is_multiplied_with_is_a_weight_if_all_rows_share_it_and_each
     assert [decision.region and decision.region.attrs["weighted"] for decision in decisions] == [False, False]
 
 
+def test_what_makes_the_row_stays_outside() -> None:
+    def tripled(x: Tensor) -> Tensor:
+        f = (x * 3).float()
+        return f * torch.rsqrt(f.square().mean(-1, keepdim=True) + 1e-6)
+
+    gm = trace_as_is(tripled, [torch.randn(5, 64).bfloat16()])
+    apply(canonicalize, gm)
+    (decision,) = check_pass(outline_norm_quantise, gm, (5,))
+    (call,) = regions(gm, KIND)
+    assert decision.applied and [arg.args[1] for arg in call.args[2:]] == [3]
+
+
 # ---- the plain model
 
 
