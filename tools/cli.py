@@ -85,6 +85,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     boundary.add_argument("--budget", type=float, default=420, help="seconds after which no contender starts (420)")
     boundary.add_argument("--workers", type=positive, default=12, help="processes that compile schedules (12)")
     add_rowwise(rowwise := cases.add_parser("rowwise", help="kernels of the row-wise work between products, likewise"))
+    add_attention(attention := cases.add_parser("attention", help="sparse attention at released widths, likewise"))
     agreement = cases.add_parser("agreement", help="whole models against eager, every codegen, beside an fp64 run")
     add_reading(agreement)
     add_codegens(agreement)
@@ -92,7 +93,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_codegens(capacity)
     program = cases.add_parser("program", help="whole steps: v41 against eager and the modes of torch.compile")
     add_program(program)
-    for case in (boundary, rowwise, agreement, capacity, program):
+    for case in (boundary, rowwise, attention, agreement, capacity, program):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
 
@@ -107,6 +108,16 @@ def add_rowwise(command: argparse.ArgumentParser) -> None:
     command.add_argument("--contenders", choices=[*names, "held", "passes"], nargs="+", default=names, metavar="NAME",
                          help=f"{spaced(names)} (these), held, passes: the two kinds of kernel")  # fmt: skip
     command.add_argument("--budget", type=float, default=380, help="seconds after which nothing starts (380)")
+
+
+def add_attention(command: argparse.ArgumentParser) -> None:
+    modes = "bench: times (the default); check: values, bits, pads; tune: times of many ways to spread a row"
+    command.add_argument("mode", nargs="?", choices=("bench", "check", "tune"), default="bench", help=modes)
+    rows, names = [1, 16, 64, 1024, 4096], ["generated", "eager", "compile", "max-autotune"]
+    command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
+    command.add_argument("--contenders", choices=names, nargs="+", default=names, metavar="NAME",
+                         help=f"({spaced(names)})")  # fmt: skip
+    command.add_argument("--budget", type=float, default=300, help="seconds after which no contender starts (300)")
 
 
 def add_codegens(command: argparse.ArgumentParser) -> None:

@@ -1,0 +1,251 @@
+"""bench attention: the generated sparse attention at released widths, against eager and torch.compile, on this GPU.
+
+    v41 bench attention                    us of every contender, error, launches by origin; table and JSON
+    v41 bench attention check              values against fp64, the same bits in any batch and any way, NaN rows
+    v41 bench attention tune --rows 16     us of many ways to spread a row, with what Triton spilled
+
+Records stand as a step hands them over: [T, 128, 528] of the window and [T, 512, 288] of the entries, a tenth hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from v41._compat_trace import functional_aten
+from v41.errors import BenchNeedsGPU
+from v41.lowering.templates.attention import KIND, AttentionKernel, Spread, generate
+from v41.model_def.attention import attend
+from v41.model_def.config import V41Config
+from v41.model_def.quantization import FP4_RECORD, FP8_RECORD
+from v41.model_def.rope import Turn, rotate
+from v41.passes import attention_core, turns
+from v41.passes.canonicalize import canonicalize
+from v41.passes.outline_attention import outline_attention
+from v41.passes.partition import partition
+from v41.regions import regions
+from v41.tools.bench import timing
+from v41.tools.bench.boundary import COPY_BYTES_A_US, holds, table
+from v41.tools.bench.rowwise import INDUCTOR, alike
+
+CONFIG = V41Config.preset("flash")
+SEEN = 0.9
+ULP = 2.0**-8  # of bf16
+ROLES = ("queries", "cos", "sin", "window", "visible", "picked", "picks", "sink")  # of the arguments of `attention`
+Call = Callable[..., Any]
+
+
+def attention(q: Tensor, cos: Tensor, sin: Tensor, window: Tensor, seen: Tensor, picked: Tensor, picks: Tensor,
+              sink: Tensor) -> Tensor:  # fmt: skip
+    """What a layer with a compressed branch does between its projections."""
+    keys = torch.cat((FP8_RECORD.decode(window), FP4_RECORD.decode(picked)), 1)
+    o = attend(rotate(q, Turn(cos, sin)), keys, torch.cat((seen, picks >= 0), 1), sink)
+    return rotate(o, Turn(cos, sin), inverse=True)
+
+
+def inputs(rows: int, device: str, seed: int = 0) -> tuple[Tensor, ...]:
+    generator = torch.Generator(device).manual_seed(seed)
+    heads, width, window, k = CONFIG.num_attention_heads, CONFIG.head_dim, CONFIG.sliding_window, CONFIG.index_topk
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device=device)
+
+    def shown(count: int) -> Tensor:
+        return torch.rand(rows, count, generator=generator, device=device) < SEEN
+
+    angle = normal(rows, CONFIG.qk_rope_head_dim // 2) * 100
+    picks = torch.where(shown(k), torch.arange(k, device=device), -1)
+    keys, entries = normal(rows, window, width).bfloat16(), normal(rows, k, width).bfloat16()
+    q, seen, sink = normal(rows, heads, width).bfloat16(), shown(window), normal(heads)
+    return q, angle.cos(), angle.sin(), FP8_RECORD.encode(keys), seen, FP4_RECORD.encode(entries), picks, sink
+
+
+@cache
+def piece() -> GraphModule:
+    """The region alone, as a piece of a program."""
+    found: list[GraphModule] = []
+
+    def keep(gm: GraphModule, fake: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        def run(given: list[Any]) -> Any:
+            return gm(*given)
+
+        found.append(gm)
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    given = inputs(7, "cpu")
+    for tensor in given[:-1]:
+        torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="rows")
+    with torch.no_grad():
+        torch.compile(attention, backend=lambda gm, fake: functional_aten(gm, fake, keep, keep))(*given)
+    (gm,) = found
+    for run in (canonicalize, outline_attention):
+        run(gm)
+    (body,) = [each.body for each in partition(gm, cut_at=(KIND,)).pieces if list(regions(each.body, KIND))]
+    return body
+
+
+@cache
+def kernel_of() -> AttentionKernel:
+    made = generate(piece())
+    if not isinstance(made, AttentionKernel):
+        raise ValueError(f"refused because it {made.reason}, at {made.node}")
+    return made
+
+
+def ordered(arguments: Sequence[Tensor]) -> list[Any]:
+    """Arguments of `attention` as the kernel takes them."""
+    given = dict(zip(ROLES, arguments, strict=True))
+    return [None if what is None else given[what.name] for what in kernel_of().inputs]
+
+
+def launch(arguments: Sequence[Tensor], schedule: Spread | None = None) -> Tensor:
+    return kernel_of().launch(*ordered(arguments), schedule=schedule)[0]
+
+
+def exactly(arguments: Sequence[Tensor]) -> Tensor:
+    """In fp64 throughout."""
+    q, cos, sin, window, seen, picked, picks, sink = arguments
+    tables = cos.double()[:, None], sin.double()[:, None]
+    visible = torch.cat((seen, picks >= 0), 1)
+    keys = torch.cat((FP8_RECORD.decode(window), FP4_RECORD.decode(picked)), 1).double()
+    keys = keys.masked_fill(~visible[..., None], 0)
+    q = turns.turn(q.double(), *tables, "adjacent", "last")
+    _, o = attention_core.attend(q, keys, visible, CONFIG.head_dim**-0.5, sink.double()[:, None])
+    return turns.turn(o, tables[0], -tables[1], "adjacent", "last")
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    """RMS of the difference over the RMS."""
+    return ((found.double() - truth).square().mean() / truth.square().mean()).sqrt().item()
+
+
+# ---- bench, check, tune
+
+
+def contenders() -> dict[str, Callable[[], Call]]:
+    def compiled(settings: dict[str, Any]) -> Callable[[], Call]:
+        def make() -> Call:
+            torch.compiler.reset()
+            return torch.compile(attention, options={"reorder_for_locality": False, **settings}, dynamic=False)
+
+        return make
+
+    found: dict[str, Callable[[], Call]] = {"generated": lambda: lambda *args: launch(args), "eager": lambda: attention}
+    return found | {name: compiled(settings) for name, settings in INDUCTOR.items()}
+
+
+def sets_of(rows: int) -> list[tuple[Tensor, ...]]:
+    first = inputs(rows, "cuda")
+    return [first, *(inputs(rows, "cuda", seed) for seed in range(1, timing.sets_needed(bytes_of(first))))]
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@torch.no_grad()
+def bench(rows_list: Sequence[int], names: Sequence[str], deadline: float) -> Iterator[dict[str, Any]]:
+    """One record a contender and number of rows."""
+    for name in names:
+        for rows in rows_list:
+            record: dict[str, Any] = {"contender": name, "rows": rows}
+            try:
+                if time.perf_counter() > deadline:
+                    raise TimeoutError("left out: no time")
+                call, sets = contenders()[name](), sets_of(rows)
+                record["error"] = error(call(*sets[0]), exactly(sets[0]))
+                record["us"] = round(timing.microseconds(call, sets), 2)
+                record["floor_us"] = round((bytes_of(sets[0]) + bytes_of(sets[0][:1])) / COPY_BYTES_A_US, 2)
+                record["origin"] = timing.launches(lambda call=call, first=sets[0]: call(*first), KIND)
+            except Exception as failure:  # the record of a contender that fails is the result
+                record["failed"] = f"{type(failure).__name__}: {str(failure)[:300]}"
+            yield record
+
+
+@torch.no_grad()
+def check() -> dict[str, Any]:
+    """Every claim about results, as figures and booleans."""
+    many = inputs(300, "cuda", 9)
+    whole, truth = launch(many), exactly(many)
+    ours, eager = error(whole, truth), error(attention(*many), truth)
+    dirty = [arg.clone() for arg in many]
+    for arg in (*dirty[:3],):
+        arg[1::3] = float("nan")
+    for records in (dirty[3], dirty[5]):
+        records[1::3] = 255
+    kept = torch.arange(300, device="cuda") % 3 != 1
+    return {
+        "errors": [ours, eager],
+        "right": ours <= max(1.5 * eager, ULP),
+        "same bits in every batch": {
+            str(rows): alike([launch(first(many, rows))], [whole], rows) for rows in (1, 4, 5, 64, 65, 128)
+        },
+        "same bits any way": all(alike([launch(many, spread)], [whole], 300) for spread in spreads()),
+        "the same every time": all(torch.equal(launch(many), whole) for _ in range(20)),
+        "NaN rows harm no other": torch.equal(launch(dirty)[kept], whole[kept]),
+    }
+
+
+def first(arguments: Sequence[Tensor], rows: int) -> list[Tensor]:
+    return [*(arg[:rows] for arg in arguments[:-1]), arguments[-1]]
+
+
+def spreads() -> list[Spread]:
+    """What tune tries, and check compares."""
+    return [Spread(0, 8), *(Spread(slice, warps) for slice in (32, 64, 128, 256) for warps in (4, 8))]
+
+
+@torch.no_grad()
+def tune(rows_list: Sequence[int]) -> Iterator[dict[str, Any]]:
+    kernel = kernel_of()
+    for rows in rows_list:
+        sets = sets_of(rows)
+        for spread in spreads():
+            record: dict[str, Any] = {"rows": rows, "spread": [spread.slice, spread.warps]}
+            try:
+                launched = kernel.run(kernel.prepare(ordered(sets[0]), spread))
+                record["spills"] = [each.n_spills for each in launched]
+                us = timing.microseconds(lambda *args, spread=spread: launch(args, spread), sets)
+                record["us"] = round(us, 2)
+            except Exception as failure:
+                record["failed"] = f"{type(failure).__name__}: {str(failure)[:120]}"
+            yield record
+
+
+def bench_command(arguments: Namespace) -> int:
+    """What `v41 bench attention` does; 1 where a check fails."""
+    if not torch.cuda.is_available():
+        raise BenchNeedsGPU("v41 bench attention", found="torch sees no CUDA device")
+    started = time.perf_counter()
+    result: dict[str, Any] = {"case": f"attention {arguments.mode}", **timing.provenance(),
+                              "options": {"reorder_for_locality": False, "dynamic": False}}  # fmt: skip
+
+    def save() -> Path:
+        result["seconds"] = round(time.perf_counter() - started, 1)
+        return timing.save(result, arguments.out)
+
+    if arguments.mode == "check":
+        result["checks"] = check()
+        print(json.dumps(result["checks"]), f"written to {save()}", sep="\n")
+        return 0 if holds(result["checks"]) else 1
+    records = result.setdefault("records", [])
+    deadline = started + arguments.budget
+    made = tune(arguments.rows) if arguments.mode == "tune" else bench(arguments.rows, arguments.contenders, deadline)
+    for record in made:
+        print(json.dumps({k: v for k, v in record.items() if k != "origin"}), flush=True)
+        records.append(record)
+        save()
+    if arguments.mode == "bench":
+        print(table(records))
+    print(f"written to {save()}")
+    return 0
