@@ -33,7 +33,8 @@ def topk(held: Held, meta: Any, x: Lazy, k: int, dim: int = -1, largest: bool = 
     def result(what: str, dtype: torch.dtype) -> Lazy:
         def compute(index: Indices) -> Expr:
             others = {lane for i, each in enumerate(index) if i != dim for lane in each.lanes()}
-            picks = lane_of(index[dim], k) or next(lane for n in range(64) if (lane := Lane(k, n)) not in others)
+            taken = others | index[dim].lanes()  # a computed index may lie in lanes as long as the picks
+            picks = lane_of(index[dim], k) or next(lane for n in range(64) if (lane := Lane(k, n)) not in taken)
             place = held.axis(size, used := {*others, picks})
             keys = x.at((*index[:dim], place, *index[dim + 1 :]))
             keys = b.make("ordered", (b.cast(keys, torch.float32),), torch.int32) if floating else integers(b, keys)

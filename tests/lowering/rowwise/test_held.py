@@ -153,6 +153,17 @@ def test_ranks_take_the_lower_index_among_equals_and_nan_first(interpreter: Inte
     assert torch.equal(lowest[[0, 1, 3, 4, 5]], order[[0, 1, 3, 4, 5]])
 
 
+def test_ranks_of_ranks(interpreter: Interpreter) -> None:
+    """The second picks by an index as long as the first one's picks."""
+
+    def twice(x: Tensor) -> Tensor:
+        best = x.gather(-1, topk_lowest_index(x, 6))
+        return best.gather(-1, topk_lowest_index(-best, 6))
+
+    body, kernel = held(twice, [torch.randn(7, 24)])
+    check_everywhere(interpreter, body, kernel)
+
+
 def test_a_damaged_index_reads_inside_of_its_table(interpreter: Interpreter) -> None:
     look_up = lambda i, table: torch.nn.functional.embedding(i[:, 0], table) * 2
     body, kernel = held(look_up, [torch.randint(0, 5, (7, 2))], [torch.randn(9, 40)])
