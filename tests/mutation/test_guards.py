@@ -75,7 +75,7 @@ def test_each_mutant_of_the_passes_is_another_program_of_a_name_of_its_own(file:
     mutants = mutants_of(file, source)
     assert len({mutant.key for mutant in mutants}) == len(mutants)
     plain = ast.dump(ast.parse(source))
-    for mutant in mutants[::25]:
+    for mutant in mutants[:: len(mutants) // 2 or 1]:
         tree = mutated(source, mutant)
         assert ast.dump(tree) != plain
         compile(tree, file, "exec")
