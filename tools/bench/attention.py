@@ -13,7 +13,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def bench(rows_list: Sequence[int], names: Sequence[str], deadline: float) -> It
                 record["error"] = error(call(*sets[0]), exactly(sets[0]))
                 record["us"] = round(timing.microseconds(call, sets), 2)
                 record["floor_us"] = round((bytes_of(sets[0]) + bytes_of(sets[0][:1])) / COPY_BYTES_A_US, 2)
-                record["origin"] = timing.launches(lambda call=call, first=sets[0]: call(*first), KIND)
+                record["origin"] = timing.launches(partial(call, *sets[0]), KIND)
             except Exception as failure:  # the record of a contender that fails is the result
                 record["failed"] = f"{type(failure).__name__}: {str(failure)[:300]}"
             yield record

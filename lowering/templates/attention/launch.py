@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-from v41.lowering.rowwise.launch import Call, Kernel
+from v41.lowering.rowwise.launch import DEEP, Call, Kernel, shared_memory
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
+
+BLACKWELL = 10  # compute capability from which results lie in tensor memory
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,10 @@ class Spread:
     warps: int = 4
 
 
+MOST_IN_TWO = 64  # rows, in two launches
 SPREADS = (  # most rows, schedule
     (4, Spread(64)),
-    (64, Spread(128)),
+    (MOST_IN_TWO, Spread(128)),
     (1 << 62, Spread(0, 8)),  # results of 64 heads by 512 channels fill the registers of 8 warps
 )
 
@@ -39,12 +43,13 @@ class AttentionKernel(Kernel):
     width: int
     narrow: int
 
-    def schedule_for(self, rows: int) -> Spread:
-        return next(spread for most, spread in SPREADS if rows <= most)
+    def schedule_for(self, rows: int, one_launch: bool = True) -> Spread:
+        """By rows; the last that takes two launches where the device cannot hold the results of one."""
+        return next(spread for most, spread in SPREADS if (rows if one_launch else min(rows, MOST_IN_TWO)) <= most)
 
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
         read, rows, device = self.given(tensors)
-        chosen = self.schedule_for(rows) if schedule is None else schedule
+        chosen = self.schedule_for(rows, takes_one_launch(device)) if schedule is None else schedule
         outputs, programs = self.results(rows, device), rows * self.tiles
         whole = chosen.slice == 0
         wide = self.width if whole else min(self.width, max(chosen.slice, self.narrow))
@@ -54,3 +59,11 @@ class AttentionKernel(Kernel):
         launches = [((programs, parts), {"SLICE": wide, "STEP": step}) for step, parts in steps if rows]
         options = {"num_warps": chosen.warps, "enable_fp_fusion": False}
         return Call(launches, [*read, *outputs, scores], options, outputs)
+
+
+@cache
+def takes_one_launch(device: torch.device) -> bool:
+    """Whether a program of all channels fits. On Blackwell, where results lie in tensor memory beside scores and p,
+    those of 64 heads by 512 channels leave no room, and Triton makes a trap of the kernel without an error."""
+    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= BLACKWELL
+    return shared_memory(device) >= DEEP and not blackwell

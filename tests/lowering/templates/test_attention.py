@@ -145,6 +145,8 @@ def test_few_rows_are_spread_over_programs_and_many_are_not() -> None:
     launches = [kernel.prepare(inputs_of(piece(MODEL), MODEL, rows)).launches for rows in (1, 100)]
     assert [len(each) for each in launches] == [2, 1]
     assert launches[1][0][0] == (100, 1)
+    assert kernel.schedule_for(100, one_launch=False) == kernel.schedule_for(64) == kernel.schedule_for(5, False)
+    assert kernel.schedule_for(1, one_launch=False) == kernel.schedule_for(1)
 
 
 def test_a_piece_that_attends_is_generated_by_the_template() -> None:
