@@ -24,7 +24,7 @@ from v41.passes.same_values import random_inputs, same_bits
 from v41.tools.bench.rowwise_cases import cases
 
 SMALL = cases(20)  # the model's own bodies, at a twentieth of their widths where they have a width to lose
-ALIKE = ("norm", "norm_rope_fp4", "norm_rope_mxfp4", "collapse_norm")  # to others, each with seconds of tracing
+ALIKE = ("norm", "norm_rope_fp4", "norm_rope_mxfp4", "collapse_norm", "swiglu_quantise")  # to others that are quick
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in SMALL]
 QUIET: dict[str, Any] = {
     "deadline": None,
@@ -43,8 +43,8 @@ def made(name: str) -> tuple[GraphModule, Kernel]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_body_of_the_model_holds_to_the_contract(interpreter: Interpreter, name: str) -> None:
     body, kernel = made(name)
-    inputs = SMALL[name].inputs(9, "cpu")
-    results = [interpret(interpreter, kernel, inputs, schedule) for schedule in (None, *schedules_of(kernel)[:2])]
+    inputs = SMALL[name].inputs(6, "cpu")
+    results = [interpret(interpreter, kernel, inputs, schedule) for schedule in (None, schedules_of(kernel)[1])]
     check_contract(body, inputs, results[0])
     for other in results[1:]:
         assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True))
@@ -54,13 +54,13 @@ def test_a_body_of_the_model_holds_to_the_contract(interpreter: Interpreter, nam
 def test_rows_do_not_touch_each_other(interpreter: Interpreter, name: str) -> None:
     _, kernel = made(name)
     case = SMALL[name]
-    inputs = case.inputs(5, "cpu")
+    inputs = case.inputs(4, "cpu")
     whole = interpret(interpreter, kernel, inputs)
     alone = interpret(interpreter, kernel, [x[2:3] if i < case.per_row else x for i, x in enumerate(inputs)])
     assert all(same_bits(a, b[2:3]) for a, b in zip(alone, whole, strict=True))
     for tensor in inputs[: case.per_row]:
         tensor[3] = float("nan")
-    dirty, keep = interpret(interpreter, kernel, inputs), torch.arange(5) != 3
+    dirty, keep = interpret(interpreter, kernel, inputs), torch.arange(4) != 3
     assert all(same_bits(a[keep], b[keep]) for a, b in zip(dirty, whole, strict=True))
 
 
@@ -108,7 +108,7 @@ def check_fired(interpreter: Interpreter, examples: int) -> None:
 
 
 def test_drawn_bodies(interpreter: Interpreter) -> None:
-    check_fired(interpreter, 6)
+    check_fired(interpreter, 4)
 
 
 @pytest.mark.slow
