@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from v41._compat_trace import functional_aten
+from v41._compat_trace import functional_aten, mark_rows
 from v41.errors import BenchNeedsGPU
 from v41.lowering.templates.attention import KIND, AttentionKernel, Spread, generate
 from v41.model_def.attention import attend
@@ -84,7 +84,7 @@ def piece() -> GraphModule:
 
     given = inputs(7, "cpu")
     for tensor in given[:-1]:
-        torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="rows")
+        mark_rows(tensor)
     with torch.no_grad():
         torch.compile(attention, backend=lambda gm, fake: functional_aten(gm, fake, keep, keep))(*given)
     (gm,) = found
