@@ -140,10 +140,11 @@ def _decoded(branch: Branch, form: Form) -> list[str]:
         f"    by = {branch.scales}(tl.load(at + {of_values} + group, mask=seen[:, None], other=0))[:, :, None]",
     ]
     if branch.values == "e2m1":
-        lines.append("    k = tl.join((e2m1(byte) * by).to(tl.bfloat16), (e2m1(byte >> 4) * by).to(tl.bfloat16))")
+        lines.append("    k = tl.join(e2m1(byte) * by, e2m1(byte >> 4) * by)")
     else:
-        lines.append(f"    k = ({branch.values}(byte) * by).to(tl.bfloat16)")
-    return [*lines, f"    return tl.reshape(k, [{block}, WIDE])"]
+        lines.append(f"    k = {branch.values}(byte) * by")
+    # the cast comes last: Triton 3.6 fails on a product of what was just reshaped
+    return [*lines, f"    return tl.reshape(k, [{block}, WIDE]).to(tl.bfloat16)"]
 
 
 @dataclass(frozen=True)
