@@ -1,6 +1,6 @@
 """Attention of every preset, all heads or a rank's share of them, compiles for Hopper and Blackwell.
 
-Hardly a register is spilled; what each launch takes stands at the end of the tests' output.
+Two launches spill nothing, one little (with Triton 3.6, much). What each takes stands at the end of the tests' output.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton  # type: ignore[import-untyped]
 
 from tests.lowering.templates.regions import kernel_of
 from tests.strategies.attention import Spelling
@@ -18,7 +19,8 @@ from v41.lowering.templates.attention import AttentionKernel
 from v41.model_def.config import V41Config
 
 POINTER = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.bool: "*i1", torch.uint8: "*u8"}
-SPILLED = 160  # bytes a thread, of the launch in which results fill the registers
+MODERN = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+SPILLED = 256 if MODERN else 2200  # bytes a thread, of the launch in which results fill the registers
 SHARED = 227 << 10  # bytes a program may have
 
 
