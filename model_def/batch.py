@@ -27,6 +27,7 @@ from v41.model_def.errors import (
     ChunkLongerThanSlot,
     ChunkMistyped,
     ChunkOutOfTokens,
+    HitBeyondTokens,
     HitNotReplayable,
     LogprobsAfterHit,
     NoSuchSlot,
@@ -202,6 +203,8 @@ def check_chunks(config: V41Config, cache: Cache, chunks: Sequence[Chunk]) -> No
             raise SlotUsedTwice(where, slot=chunk.slot, first=used[chunk.slot], second=i)
         if chunk.end > cache.capacity:
             raise ChunkLongerThanSlot(where, chunk=i, stop=chunk.end, capacity=cache.capacity)
+        if chunk.hit > len(chunk.ids):
+            raise HitBeyondTokens(where, chunk=i, hit=chunk.hit, known=len(chunk.ids))
         floor = replay_start(config, chunk.hit)
         if chunk.hit < 0 or (chunk.hit and (chunk.start < floor or (ratio and chunk.hit % ratio))):
             raise HitNotReplayable(where, chunk=i, start=chunk.start, hit=chunk.hit, ratio=ratio, floor=floor)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from v41.model_def.config import V41Config
-from v41.model_def.errors import CacheHasNoRoom
+from v41.model_def.errors import CacheHasNoRoom, EntriesNotThere
 from v41.model_def.quantization import FP4_RECORD, FP8_RECORD, MXFP4_RECORD
 
 
@@ -66,6 +66,10 @@ class Cache:
 
     def copy_entries(self, source: int, slot: int, tokens: int) -> None:
         """What the first `tokens` of the request in slot `source` leave for good, into another slot: a prefix hit."""
+        slots, enough = range(self.slots), 0 <= tokens <= self.capacity
+        if source not in slots or slot not in slots or not enough:
+            facts = {"source": source, "slot": slot, "last": self.slots - 1, "capacity": self.capacity}
+            raise EntriesNotThere("Cache.copy_entries", tokens=tokens, **facts)
         for group in (self.entries, self.index_keys):
             for records in group.values():
                 entries = tokens * (records.shape[1] - 1) // self.capacity

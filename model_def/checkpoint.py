@@ -30,14 +30,14 @@ from v41.model_def.errors import CheckpointError, CheckpointFileError, FileUnrea
 from v41.model_def.linear import Fp32Linear
 from v41.model_def.moe import ExpertLinear, Fp4ExpertLinear
 from v41.model_def.parallel import WHOLE, Share, split_dimension
-from v41.model_def.quantization import dequantize_fp8_weight
+from v41.model_def.quantization import GROUP, dequantize_fp8_weight
 from v41.model_def.stored_tensors import StoredTensor, read_header
 from v41.model_def.token_map import read_token_map
 
 WEIGHTS, INDEX, TOKEN_MAP = "model.safetensors", "model.safetensors.index.json", "engram_token_map.safetensors"
 NOT_USED = ("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline")  # the draft; what images need
 NOT_USED_SUFFIX = ".gate.bias_vl"  # the gate's bias inside image spans
-BYTES = {torch.uint8, torch.int8}
+BYTES, SCALES = {torch.uint8, torch.int8}, (torch.float8_e8m0fnu, torch.uint8)
 
 Progress = Callable[[int, int], None]  # bytes so far, and of all
 
@@ -106,7 +106,7 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int | None]]
 def stored_dtypes(module: nn.Module, name: str, parameter: Tensor) -> tuple[torch.dtype, ...]:
     """What the file may hold for a parameter; the first is what a release holds."""
     if name == "scale":
-        return torch.float8_e8m0fnu, torch.uint8
+        return SCALES
     if parameter.dtype in BYTES:  # packed pairs
         return torch.int8, torch.uint8
     return (torch.bfloat16, torch.float32) if isinstance(module, Fp32Linear) else (parameter.dtype,)
@@ -140,16 +140,26 @@ def load_checkpoint(
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """What the folder's files hold, by name. CheckpointFileError where the folder holds no checkpoint."""
-    shards = [WEIGHTS]
+    places: dict[str, str] = {}
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise FileUnreadable(folder / INDEX, problem="it has no weight_map")
-        shards = sorted(set(map(str, weight_map.values())))
+        places = {name: str(shard) for name, shard in weight_map.items()}
+    shards = sorted(set(places.values())) or [WEIGHTS]
     lost = [shard for shard in shards if not (folder / shard).is_file()]
     if lost:
         raise CheckpointFileError(folder, problem=f"no {', '.join(lost)}")
-    return {name: tensor for shard in shards for name, tensor in read_header(folder / shard).items()}
+    headers = {shard: read_header(folder / shard) for shard in shards}
+    astray = sorted(name for name, shard in places.items() if name not in headers[shard])
+    if astray:
+        raise CheckpointFileError(folder, problem=f"no {astray[0]} in {places[astray[0]]}, where {INDEX} puts it")
+    found: dict[str, StoredTensor] = {}
+    for shard, header in headers.items():
+        for name, tensor in header.items():
+            if places.get(name, shard) == shard and found.setdefault(name, tensor) is not tensor:
+                raise CheckpointFileError(folder, problem=f"{name} in two files, and {INDEX} names neither")
+    return found
 
 
 def is_not_used(name: str) -> bool:
@@ -167,6 +177,13 @@ def check_fit(folder: Path, targets: dict[str, Slot], files: dict[str, StoredTen
             misfits["shape"].append(f"{name} is {shape}, the model has {slot.shape}")
         if dtype not in slot.dtypes and name not in fp8:
             misfits["dtype"].append(f"{name} is {dtype}, the model takes {' or '.join(map(str, slot.dtypes))}")
+    for name in sorted(name for name in fp8 if scale_of(name) in files):  # targets of theirs have none
+        scale, blocks = files[scale_of(name)], tuple(-(-n // GROUP) for n in targets[name].shape)
+        if scale.shape != blocks:
+            misfits["shape"].append(f"{scale_of(name)} is {scale.shape}, {name} has {blocks} blocks")
+        if scale.dtype not in SCALES:
+            taken = " or ".join(map(str, SCALES))
+            misfits["dtype"].append(f"{scale_of(name)} is {scale.dtype}, the model takes {taken}")
     wanted = targets.keys() | {scale_of(name) for name in fp8}
     missing, unexpected = wanted - files.keys(), files.keys() - wanted
     if missing or unexpected or any(misfits.values()):
@@ -230,6 +247,7 @@ def save_checkpoint(model: nn.Module, folder: str | Path, shard_bytes: int | Non
             save_file({"token_map": module.token_map.contiguous()}, folder / TOKEN_MAP)
     if shard_bytes is None:
         save_file(tensors, folder / WEIGHTS)
+        (folder / INDEX).unlink(missing_ok=True)  # of shards that lay here before: they would be read instead
         return
     shards = list(split_by_size(tensors, shard_bytes))
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]

@@ -157,6 +157,20 @@ class HitNotReplayable(ModelError, ValueError):
     fix = "let a hit end between groups (a multiple of {ratio}) and start at {floor} or later: that window runs again"
 
 
+class HitBeyondTokens(ModelError, ValueError):
+    """facts: chunk, hit, known."""
+
+    found = "chunk {chunk} has a prefix hit of {hit} tokens, of {known} known tokens"
+    fix = "let a hit cover tokens of the request alone"
+
+
+class EntriesNotThere(ModelError, ValueError):
+    """facts: tokens, source, slot, last, capacity."""
+
+    found = "{tokens} tokens of cache slot {source} were to go into slot {slot}"
+    fix = "copy 0 to {capacity} tokens, between slots 0 to {last}"
+
+
 class LogprobsAfterHit(ModelError, ValueError):
     """facts: chunk, hit."""
 

@@ -16,7 +16,7 @@ from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
-from v41.model_def.errors import CacheHasNoRoom
+from v41.model_def.errors import CacheHasNoRoom, EntriesNotThere
 from v41.model_def.model import V41ForCausalLM
 
 TINY = V41Config.preset("tiny").replace(hc_sinkhorn_iters=1)
@@ -143,3 +143,12 @@ def test_cost_follows_rows_and_contexts_and_not_capacity() -> None:
     (small, logits), (large, same) = cost(1, 128, 90), cost(64, 64 * 128, 90)
     assert small == large and torch.equal(logits, same)
     assert cost(1, 128, 20)[0] < small  # and a shorter context is cheaper
+
+
+@pytest.mark.parametrize("source, slot, tokens", [(0, 2, 4), (-1, 1, 4), (0, 1, 65), (0, 1, -4)])
+def test_entries_are_copied_between_slots_that_hold_them(source: int, slot: int, tokens: int) -> None:
+    """The pad slot is none, and what lies behind a slot's capacity is another's."""
+    cache = Cache.zeros(V41Config.preset("tiny"), 2, 64)
+    with pytest.raises(EntriesNotThere) as caught:
+        cache.copy_entries(source, slot, tokens)
+    assert caught.value.facts == {"source": source, "slot": slot, "tokens": tokens, "last": 1, "capacity": 64}

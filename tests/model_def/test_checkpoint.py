@@ -145,6 +145,42 @@ def point_at_a_lost_shard(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"embed.weight": "model-00001-of-00002.safetensors"}}))
 
 
+@pytest.mark.parametrize("wrong", ["type", "blocks"])
+def test_scales_of_an_fp8_wo_a_are_checked_too(released: tuple[Path, dict[str, Tensor]], wrong: str) -> None:
+    folder, tensors = released
+    name, scale_name = "layers.1.attn.wo_a.weight", "layers.1.attn.wo_a.scale"
+    tensors[name], scale = quantize_fp8_weight(tensors[name])
+    stored = scale.view(torch.float8_e8m0fnu)
+    tensors[scale_name] = stored.float() if wrong == "type" else torch.cat([stored, stored])
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match=scale_name):
+        load_checkpoint(V41ForCausalLM(QUANTISED), folder)
+
+
+def test_the_index_says_which_file_holds_a_tensor(released: tuple[Path, dict[str, Tensor]]) -> None:
+    """Another file may hold one of that name, as shards of an earlier checkpoint do."""
+    folder, tensors = released
+    other = {"norm.weight": tensors["norm.weight"] + 1}
+    for file, held in (("a.safetensors", tensors), ("b.safetensors", other)):
+        save_file(held, folder / file)
+
+    def index(**changed: str) -> None:
+        places = {**dict.fromkeys(tensors, "a.safetensors"), "embed.weight": "a.safetensors", **changed}
+        (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+    index(**{"norm.weight": "b.safetensors"})
+    model = V41ForCausalLM(QUANTISED)
+    load_checkpoint(model, folder)
+    assert torch.equal(model.norm.weight, other["norm.weight"])
+    index(**{"embed.weight": "b.safetensors"})
+    with pytest.raises(CheckpointFileError, match=r"no embed\.weight in b\.safetensors"):
+        load_checkpoint(model, folder)
+    save_checkpoint(model, folder)  # whole: the shards that lie there are no longer the checkpoint
+    again = V41ForCausalLM(QUANTISED)
+    load_checkpoint(again, folder)
+    assert same_model(model, again)
+
+
 @pytest.mark.parametrize(("damage", "named"), [(drop_weights, WEIGHTS), (point_at_a_lost_shard, "model-00001-of")])
 def test_a_folder_without_its_files_is_refused(
     released: tuple[Path, dict[str, Tensor]], damage: Callable[[Path], None], named: str
