@@ -5,6 +5,28 @@
 
 The carrier is torch.ops.higher_order.invoke_subgraph, so running the body is the meaning, the fallback and the oracle
 of a kernel, and Inductor inlines it unasked. Outlining moves nodes, in order, and rewrites none: it changes no value.
+
+One kind may hold a collective, `REDUCED`: what ranks add up, with what reads the sum.
+
+    body    part, ... -> all_reduce(part, "sum", group) -> wait_tensor -> casts, views, sums with others -> a nested
+            region (an mHC boundary, post map or exit, or a norm with its tail) -> its outputs, values on the way
+    attrs   form        of what reads the sum: "seam", "post", "exit", "norm" (and "after_engram" ... as mHC names them)
+            group       name of the process group; ranks: how many it has; reduce_op: "sum"
+            dtype       of what goes over the wire, torch's name: "bfloat16"
+            part        which operand is this rank's part; nothing else in the body reads it
+            operands    a role each: "part", "residual" (what is added on the way), and those of the nested region
+            outputs     a role each: "reduced" (the sum, up to views and casts), "sum" (the sum with others added), and
+                        those of the nested region
+            reduced     which outputs are "reduced": there is one only where others read the sum, too
+            neighbour   kind of the nested region; its attributes are its own: region_of(neighbour_of(body))
+            critical    which outputs the next sublayer waits for; coefficients: those that may come later
+            producer    what makes the part where nobody else reads it, so that it may be written to where peers read
+                        it: "product" (a GEMM whose terms ranks share), "combine" (experts' outputs and the shared
+                        expert added up), or None
+
+All is read from the graph, so all ranks of a group have the same regions in the same order; what a kernel decides must
+follow from the body and from sizes alone. A lowering takes the body apart with `behind_sum`. Where none takes the
+region, it is inlined again: the collective runs as it is, and the nested region is lowered as everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +40,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 META = "v41_region"  # the key of a body's GraphModule.meta under which its Region lies
+REDUCED = "all_reduce_boundary"
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 
@@ -153,6 +176,28 @@ def inline(gm: GraphModule, call: Node) -> None:
     if not subgraph.users:
         gm.graph.erase_node(subgraph)
         _drop_unused_submodules(gm, [subgraph])
+
+
+def neighbour_of(body: GraphModule) -> Node:
+    """The call of the one region nested in the body of a `REDUCED` region."""
+    (call,) = regions(body)
+    return call
+
+
+def behind_sum(body: GraphModule) -> GraphModule:
+    """What a `REDUCED` region does once the sum is there: its body without collective and wait, flattened.
+
+    Placeholders and outputs are those of the body, in order; the one of this rank's part stands for the sum.
+    """
+    flat = flatten(body)
+    (wait,) = flat.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default)
+    begin = wait.args[0]
+    assert isinstance(begin, Node) and isinstance(begin.args[0], Node)
+    wait.replace_all_uses_with(begin.args[0])
+    flat.graph.erase_node(wait)
+    flat.graph.erase_node(begin)
+    flat.recompile()
+    return flat
 
 
 def flatten(gm: GraphModule) -> GraphModule:
