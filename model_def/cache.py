@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from v41.model_def.config import V41Config
-from v41.model_def.errors import CacheHasNoRoom, EntriesNotThere
+from v41.model_def.errors import CacheBeyondPositions, CacheHasNoRoom, EntriesNotThere
 from v41.model_def.quantization import FP4_RECORD, FP8_RECORD, MXFP4_RECORD
 
 
@@ -36,10 +36,16 @@ class Cache:
 
     @classmethod
     def zeros(cls, config: V41Config, slots: int, capacity: int, device: torch.device | str = "cpu") -> Cache:
-        """An empty cache; `capacity` is rounded up to whole groups. CacheHasNoRoom where there is nothing to hold."""
+        """An empty cache; `capacity` is rounded up to whole groups.
+
+        CacheHasNoRoom where there is nothing to hold, CacheBeyondPositions where it is more than the model reads.
+        """
         for name, value in (("slots", slots), ("capacity", capacity)):
             if type(value) is not int or value < 1:
                 raise CacheHasNoRoom("Cache.zeros", name=name, value=value)
+        if capacity > config.max_position_embeddings:
+            positions = config.max_position_embeddings
+            raise CacheBeyondPositions("Cache.zeros", capacity=capacity, positions=positions)
         width, key_width, window = config.head_dim, config.index_head_dim, config.sliding_window
         ratios = {source: config.compress_ratios[source] for source in config.kv_source_layer_ids}
         capacity += -capacity % max([1, *ratios.values()])

@@ -15,20 +15,29 @@ not brought in at all: they stay mapped from their file, in the host's memory, a
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from v41.model_def.config import V41Config, read_json
 from v41.model_def.engram import Engram, EngramTable
-from v41.model_def.errors import CheckpointError, CheckpointFileError, FileUnreadable, PartOfAModel
+from v41.model_def.errors import (
+    CheckpointError,
+    CheckpointFileError,
+    CheckpointNotWritten,
+    FileUnreadable,
+    PartOfAModel,
+)
 from v41.model_def.linear import Fp32Linear
-from v41.model_def.moe import ExpertLinear, Fp4ExpertLinear
+from v41.model_def.moe import ExpertLinear, Fp4ExpertLinear, Gate
 from v41.model_def.parallel import WHOLE, Share, split_dimension
 from v41.model_def.quantization import GROUP, dequantize_fp8_weight
 from v41.model_def.stored_tensors import StoredTensor, read_header
@@ -109,7 +118,8 @@ def stored_dtypes(module: nn.Module, name: str, parameter: Tensor) -> tuple[torc
         return SCALES
     if parameter.dtype in BYTES:  # packed pairs
         return torch.int8, torch.uint8
-    return (torch.bfloat16, torch.float32) if isinstance(module, Fp32Linear) else (parameter.dtype,)
+    widened = isinstance(module, Fp32Linear | Gate) and name == "weight"
+    return (torch.bfloat16, torch.float32) if widened else (parameter.dtype,)
 
 
 @torch.no_grad()
@@ -132,22 +142,24 @@ def load_checkpoint(
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     engrams = [module for module in model.modules() if isinstance(module, Engram)]
-    token_map, source = find_token_map(folder)
+    if not engrams:
+        return LoadSummary(len(targets), unused, "no Engram layers")
+    token_map, source = find_token_map(folder, engrams[0])
     if token_map is not None:
         set_token_map(model, token_map)
-    return LoadSummary(len(targets), unused, source if engrams else "no Engram layers")
+    return LoadSummary(len(targets), unused, source)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """What the folder's files hold, by name. CheckpointFileError where the folder holds no checkpoint."""
     places: dict[str, str] = {}
-    if (folder / INDEX).exists():
+    if os.path.exists(folder / INDEX):  # of names that are too long, paths raise
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise FileUnreadable(folder / INDEX, problem="it has no weight_map")
         places = {name: str(shard) for name, shard in weight_map.items()}
     shards = sorted(set(places.values())) or [WEIGHTS]
-    lost = [shard for shard in shards if not (folder / shard).is_file()]
+    lost = [shard for shard in shards if not os.path.isfile(folder / shard)]
     if lost:
         raise CheckpointFileError(folder, problem=f"no {', '.join(lost)}")
     headers = {shard: read_header(folder / shard) for shard in shards}
@@ -212,7 +224,7 @@ def fill(slot: Slot, name: str, stored: dict[str, StoredTensor], device: torch.d
     slot.parameter.copy_(slot.part(tensor))
 
 
-def find_token_map(folder: Path) -> tuple[Tensor | None, str]:
+def find_token_map(folder: Path, engram: Engram) -> tuple[Tensor | None, str]:
     """Engram's map of token ids: from our file, else from the tokenizer, else none."""
     if (folder / TOKEN_MAP).exists():
         stored = read_header(folder / TOKEN_MAP)
@@ -220,8 +232,8 @@ def find_token_map(folder: Path) -> tuple[Tensor | None, str]:
             raise FileUnreadable(folder / TOKEN_MAP, problem="it has no token_map")
         return stored["token_map"].mapped(), TOKEN_MAP
     if (folder / "tokenizer.json").exists():
-        read_json(folder / "tokenizer.json")
-        return read_token_map(folder / "tokenizer.json"), "tokenizer.json"
+        ids, compressed = engram.token_map.shape[0], engram.compressed
+        return read_token_map(folder / "tokenizer.json", ids, compressed), "tokenizer.json"
     return None, "ids modulo the compressed vocabulary: the folder has no tokenizer.json"
 
 
@@ -234,27 +246,53 @@ def set_token_map(model: nn.Module, token_map: Tensor) -> None:
 
 @torch.no_grad()
 def save_checkpoint(model: nn.Module, folder: str | Path, shard_bytes: int | None = None) -> None:
-    """Writes model.config and the weights in released layout, in one file or in shards of about `shard_bytes`."""
+    """Writes model.config and the weights in released layout, in one file or in shards of about `shard_bytes`.
+
+    PartOfAModel of a rank's share, CheckpointNotWritten where the system does not let it.
+    """
     folder, share = Path(folder), getattr(model, "share", WHOLE)
     if share.world > 1:
         raise PartOfAModel("save_checkpoint", rank=share.rank, world=share.world)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = cast(V41Config, model.config)
-    (folder / "config.json").write_text(json.dumps(config.to_json(), indent=1))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(model, folder, shard_bytes)
+    except (OSError, SafetensorError, ValueError) as error:  # ValueError: a name that no system takes
+        raise CheckpointNotWritten(folder, problem=str(error)) from None
+
+
+def write_checkpoint(model: nn.Module, folder: Path, shard_bytes: int | None) -> None:
+    def write(name: str, tensors: dict[str, Tensor]) -> None:
+        with replacing(folder / name) as file:
+            save_file(tensors, file)
+
+    with replacing(folder / "config.json") as file:
+        file.write_text(json.dumps(cast(V41Config, model.config).to_json(), indent=1))
     tensors = {name: as_stored(slot) for name, slot in slots(model).items()}
     for module in model.modules():
         if isinstance(module, Engram):
-            save_file({"token_map": module.token_map.contiguous()}, folder / TOKEN_MAP)
+            write(TOKEN_MAP, {"token_map": module.token_map.contiguous()})
     if shard_bytes is None:
-        save_file(tensors, folder / WEIGHTS)
+        write(WEIGHTS, tensors)
         (folder / INDEX).unlink(missing_ok=True)  # of shards that lay here before: they would be read instead
         return
     shards = list(split_by_size(tensors, shard_bytes))
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / file)
-    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}, indent=1))
+    for name, shard in zip(names, shards, strict=True):
+        write(name, shard)
+    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    with replacing(folder / INDEX) as file:
+        file.write_text(json.dumps({"weight_map": weight_map}, indent=1))
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Where to write what becomes `file` once it is whole. What it replaces lives on where a loaded model maps it."""
+    beside = file.with_name(f"{file.name}.partial")
+    try:
+        yield beside
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def as_stored(slot: Slot) -> Tensor:

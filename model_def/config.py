@@ -6,7 +6,7 @@ contradictions at once (config_rules.py). What a layer does is read from the fie
 
 from __future__ import annotations
 
-import json
+import os.path
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from v41.model_def.config_rules import broken_rules
 from v41.model_def.errors import CheckpointFileError, ConfigError, ConfigFileError, FileUnreadable, UnknownPreset
+from v41.model_def.json_object import parse_object
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class V41Config:
         """From a released config.json (`text_config` nested) or the flat inference/config.json. A folder means its
         config.json."""
         path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
+        path = path / "config.json" if os.path.isdir(path) else path  # Path.is_dir raises of a name that is too long
         data = read_json(path)
         for name in ("text_config", "quantization_config"):
             if not isinstance(data.get(name, {}), dict | None):
@@ -241,15 +242,12 @@ FLAT_ROPE = {"rope_factor": "factor", "original_seq_len": "original_max_position
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. CheckpointFileError where there is none, FileUnreadable where it holds no object."""
-    if not path.is_file():
-        raise CheckpointFileError(path, problem="no such file")
     try:
-        data = json.loads(path.read_text())
-    except ValueError as error:  # no JSON, or no text
+        return parse_object(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise CheckpointFileError(path, problem="no such file") from None
+    except (OSError, ValueError) as error:  # not ours to read; no object
         raise FileUnreadable(path, problem=str(error)) from None
-    if not isinstance(data, dict):
-        raise FileUnreadable(path, problem=f"it holds a {type(data).__name__}, no object")
-    return data
 
 
 def _known(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -87,6 +87,27 @@ class TokenMapError(ModelError):
     fix = "give a compressed id below {compressed} for at most {ids} token ids, one dimension of integers"
 
 
+class TokenizerOfAnother(ModelError, ValueError):
+    """facts: problem."""
+
+    found = "the tokenizer is another model's: {problem}"
+    fix = "put the model's own tokenizer.json beside its tensors, or its token map into engram_token_map.safetensors"
+
+
+class CheckpointNotWritten(ModelError, OSError):
+    """facts: problem."""
+
+    found = "the checkpoint cannot be written: {problem}"
+    fix = "give a folder, there or not, that may be written and has room for the model"
+
+
+class NoSuchRank(ModelError, ValueError):
+    """facts: rank, world."""
+
+    found = "there is no rank {rank!r} of {world!r}"
+    fix = "give world, how many ranks, as an integer above 0, and rank as one from 0 to world - 1"
+
+
 class ShareNotWhole(ModelError, ValueError):
     """facts: world, sizes (those that do not divide, by name)."""
 
@@ -106,6 +127,34 @@ class CacheHasNoRoom(ModelError, ValueError):
 
     found = "a cache of {name}={value!r} holds no token of any request"
     fix = "give slots, how many requests, and capacity, how many tokens of each, as integers above 0"
+
+
+class CacheBeyondPositions(ModelError, ValueError):
+    """facts: capacity, positions."""
+
+    found = "a cache for requests of {capacity} tokens is longer than the {positions} positions the model is made for"
+    fix = "give a smaller capacity; max_position_embeddings of the config says how far RoPE is stretched"
+
+
+class StepsWithoutRows(ModelError, ValueError):
+    """facts: chunk."""
+
+    found = "steps of chunk={chunk!r} rows read no prompt"
+    fix = "give chunk, rows of one prompt in a step, as an integer above 0"
+
+
+class NoTemperature(ModelError, ValueError):
+    """facts: temperature."""
+
+    found = "no token can be drawn at a temperature of {temperature!r}"
+    fix = "give a number above 0; for the likeliest token choose with greedy"
+
+
+class LogitsAreNoNumbers(ModelError, ValueError):
+    """facts: rows, total."""
+
+    found = "the logits of {rows} of {total} requests hold NaN or infinities, and no token can be drawn from them"
+    fix = "look at the weights first: a scale or a tensor of the checkpoint that is damaged reaches every logit"
 
 
 class ChunkMistyped(ModelError, TypeError):

@@ -11,6 +11,7 @@ approximation (chunk.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from v41.model_def.buckets import Buckets, round_up
 from v41.model_def.cache import Cache
 from v41.model_def.chunk import replay_start, usable_hit
 from v41.model_def.config import V41Config
+from v41.model_def.errors import LogitsAreNoNumbers, NoTemperature, StepsWithoutRows
 
 Forward = Callable[[Batch, Cache], Tensor]
 Choose = Callable[[Tensor], Tensor]  # logits [n, vocabulary] -> token ids [n]
@@ -89,8 +91,19 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def sampling(temperature: float, generator: torch.Generator) -> Choose:
-    """Draws from softmax(logits / temperature)."""
-    return lambda logits: (logits / temperature).softmax(-1).multinomial(1, generator=generator).squeeze(-1)
+    """Draws from softmax(logits / temperature), however small that is. NoTemperature where it is not above 0."""
+    if not 0 < temperature < math.inf:
+        raise NoTemperature("sampling", temperature=temperature)
+    divisor = max(temperature, torch.finfo(torch.float32).tiny)  # fp32 has no smaller one to divide by
+
+    def draw(logits: Tensor) -> Tensor:
+        damaged = ~logits.isfinite().all(-1)
+        if damaged.any():
+            raise LogitsAreNoNumbers("sampling", rows=int(damaged.sum()), total=len(logits))
+        shares = ((logits - logits.amax(-1, keepdim=True)) / divisor).softmax(-1)
+        return shares.multinomial(1, generator=generator).squeeze(-1)
+
+    return draw
 
 
 @torch.no_grad()
@@ -108,7 +121,10 @@ def generate(
     """Steps until every request is finished. A prompt is read `chunk` rows at a time; `requests` grow in place.
 
     `buckets`: what steps are padded to; a model whose steps are captured needs them. `reuse`: take prefix hits.
+    StepsWithoutRows where `chunk` is no number of rows.
     """
+    if type(chunk) is not int or chunk < 1:
+        raise StepsWithoutRows("generate", chunk=chunk)
     waiting, slots = list(range(len(requests))), dict[int, int]()  # request -> slot
     held: dict[int, tuple[list[int], int]] = {}  # slot -> a request's tokens, and how many of them it has entries of
     while True:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from v41.model_def.config import V41Config
-from v41.model_def.errors import ShareNotWhole
+from v41.model_def.errors import NoSuchRank, ShareNotWhole
 
 DIVIDED = ("num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size")  # the vocabulary in the head alone
 AN_EXPERT = r".*\.ffn\.(experts\.\d+|shared_experts)"
@@ -36,6 +36,11 @@ class Share:
     rank: int = 0
     world: int = 1
     group: str | None = None
+
+    def __post_init__(self) -> None:
+        counted = type(self.rank) is int and type(self.world) is int
+        if not counted or not 0 <= self.rank < self.world:
+            raise NoSuchRank("Share", rank=self.rank, world=self.world)
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Share:

@@ -3,25 +3,31 @@
     file    8 bytes, n | n bytes of JSON: name -> dtype, shape, data_offsets | the bytes of all tensors
 
 The library's reader maps a file so that it might be written, which the system refuses where memory could not hold it
-all: Engram's tables are 98 GB each. Mapped for reading alone, a file takes the memory of what is read of it, until the
-tensor is gone. Such a tensor must not be written.
+all: Engram's tables are 98 GB each. Mapped without a promise of memory for it, a file takes the memory of what is read
+of it, until the tensor is gone. What is written to such a tensor stays in this process and takes memory page by page.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
+import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from v41.model_def.errors import FileUnreadable
+from v41.model_def.json_object import parse_object
 
+LONGEST_HEADER = 100_000_000  # bytes, as the library has it
+LARGEST_SIZE = 2**63 - 1  # of one dimension
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -55,9 +61,7 @@ class StoredTensor:
             return torch.empty(self.shape, dtype=self.dtype)
         skipped = self.begin % mmap.ALLOCATIONGRANULARITY  # where a mapping may begin
         with self.file.open("rb") as file:
-            memory = mmap.mmap(
-                file.fileno(), self.nbytes + skipped, access=mmap.ACCESS_READ, offset=self.begin - skipped
-            )
+            memory = private_map(file, self.begin - skipped, self.nbytes + skipped)
         if at_random and hasattr(memory, "madvise"):
             memory.madvise(mmap.MADV_RANDOM)
         with warnings.catch_warnings():
@@ -68,20 +72,39 @@ class StoredTensor:
         return stored.view(self.dtype).view(self.shape)
 
 
+def private_map(file: BinaryIO, begin: int, length: int) -> mmap.mmap:
+    """So many bytes of `file` in memory. Writes are this process's own; the file keeps what it has."""
+    if sys.platform != "linux":
+        return mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=begin)
+    flags, both = mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    try:
+        return mmap.mmap(file.fileno(), length, flags=flags, prot=both, offset=begin)
+    except OSError:  # a system that promises memory for all that may be written: then nothing may
+        return mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=begin)
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """What the file holds, without reading a tensor. FileUnreadable where it is cut short or is none."""
+    """What the file holds, without reading a tensor. FileUnreadable where it is cut short, or says what cannot be."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            text = opened.read(length) if 8 + length <= size else b""
-        header = json.loads(text)
-    except (OSError, ValueError) as error:  # ValueError: no JSON, or no text
+            text = opened.read(length) if 8 + length <= size and length <= LONGEST_HEADER else b""
+        header = parse_object(text)
+    except (OSError, ValueError) as error:
         raise FileUnreadable(file, problem=f"no safetensors header: {error}") from None
-    if not isinstance(header, dict):
-        raise FileUnreadable(file, problem=f"its header is a {type(header).__name__}, no object")
     header.pop("__metadata__", None)
-    return {name: entry(file, name, facts, 8 + length, size) for name, facts in header.items()}
+    tensors = {name: entry(file, name, facts, 8 + length, size) for name, facts in header.items()}
+    check_apart(file, tensors)
+    return tensors
+
+
+def check_apart(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """FileUnreadable where two tensors are said to share bytes."""
+    placed = sorted((tensor.begin, tensor.end, name) for name, tensor in tensors.items() if tensor.nbytes)
+    for (_, end, name), (begin, _, other) in pairwise(placed):
+        if begin < end:
+            raise FileUnreadable(file, problem=f"{name} and {other} are said to lie in the same bytes")
 
 
 def entry(file: Path, name: str, facts: Any, start: int, size: int) -> StoredTensor:
@@ -89,7 +112,7 @@ def entry(file: Path, name: str, facts: Any, start: int, size: int) -> StoredTen
     try:
         shape, (begin, end) = tuple(facts["shape"]), facts["data_offsets"]
         dtype = DTYPES.get(facts["dtype"], str(facts["dtype"]))
-        whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        whole = all(type(n) is int and 0 <= n <= LARGEST_SIZE for n in (*shape, begin, end))
     except (TypeError, KeyError, ValueError):
         raise FileUnreadable(file, problem=f"its header says {facts!r} of {name}") from None
     fits = whole and begin <= end and start + end <= size

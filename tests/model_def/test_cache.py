@@ -16,7 +16,7 @@ from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
-from v41.model_def.errors import CacheHasNoRoom, EntriesNotThere
+from v41.model_def.errors import CacheBeyondPositions, CacheHasNoRoom, EntriesNotThere
 from v41.model_def.model import V41ForCausalLM
 
 TINY = V41Config.preset("tiny").replace(hc_sinkhorn_iters=1)
@@ -54,6 +54,14 @@ def test_a_cache_for_nobody_is_refused(name: str, value: Any) -> None:
     with pytest.raises(CacheHasNoRoom) as refusal:
         Cache.zeros(TINY, **{"slots": 2, "capacity": 8, name: value})
     assert refusal.value.facts["name"] == name
+
+
+def test_a_cache_beyond_the_positions_of_the_model_is_refused() -> None:
+    """RoPE is stretched so far and no further; one less than the next group is rounded up within it."""
+    assert Cache.zeros(TINY, 1, TINY.max_position_embeddings, "meta").capacity == TINY.max_position_embeddings
+    with pytest.raises(CacheBeyondPositions) as refusal:
+        Cache.zeros(TINY, 1, TINY.max_position_embeddings + 1, "meta")
+    assert refusal.value.facts == {"capacity": 1025, "positions": 1024}
 
 
 @settings(max_examples=8)
@@ -130,12 +138,13 @@ class Bytes(TorchDispatchMode):
 
 @torch.no_grad()
 def test_cost_follows_rows_and_contexts_and_not_capacity() -> None:
-    model, ids = V41ForCausalLM.random(TINY, seed=3), [(3 * i) % 500 for i in range(96)]
+    config = TINY.replace(max_position_embeddings=64 * 128)
+    model, ids = V41ForCausalLM.random(config, seed=3), [(3 * i) % 500 for i in range(96)]
 
     def cost(slots: int, capacity: int, stop: int) -> tuple[int, Tensor]:
-        cache = Cache.zeros(TINY, slots, capacity)
-        model(build_batch(TINY, cache, [Chunk(ids, 0, 0, stop)]), cache)
-        batch = build_batch(TINY, cache, [Chunk(ids, stop, 0, stop + 1)])
+        cache = Cache.zeros(config, slots, capacity)
+        model(build_batch(config, cache, [Chunk(ids, 0, 0, stop)]), cache)
+        batch = build_batch(config, cache, [Chunk(ids, stop, 0, stop + 1)])
         with Bytes() as counted:
             logits = model(batch, cache)
         return counted.total, logits

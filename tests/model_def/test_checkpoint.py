@@ -5,23 +5,36 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.golden_data import Golden, golden  # noqa: F401 (a fixture)
 from tests.strategies.configs import configs
+from v41.model_def import checkpoint as checkpoint_file
+from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.cache import Cache
 from v41.model_def.checkpoint import INDEX, TOKEN_MAP, WEIGHTS, load_checkpoint, save_checkpoint, slots
 from v41.model_def.config import V41Config
 from v41.model_def.engram import Engram
-from v41.model_def.errors import CheckpointError, CheckpointFileError, FileUnreadable, TokenMapError
+from v41.model_def.errors import (
+    CheckpointError,
+    CheckpointFileError,
+    CheckpointNotWritten,
+    FileUnreadable,
+    TokenizerOfAnother,
+    TokenMapError,
+)
 from v41.model_def.linear import Fp8Linear
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.moe import MoE
 from v41.model_def.quantization import dequantize_fp8_weight, quantize_fp8_weight
+from v41.tools.inspect import first_layers
 
 QUANTISED = V41Config.preset("tiny").replace(weight_dtype="fp8", expert_dtype="fp4")
 
@@ -233,15 +246,110 @@ def test_a_tokenizer_that_is_none_is_named(released: tuple[Path, dict[str, Tenso
 
 
 def test_the_token_map_comes_from_a_tokenizer(released: tuple[Path, dict[str, Tensor]]) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     folder, _ = released
-    (folder / TOKEN_MAP).unlink()
-    vocabulary = {"[PAD]": 0, "Hello": 1, "hello": 2, "HÉLLO": 3, "world": 4}
-    words = tokenizers.models.WordLevel(vocabulary, unk_token="[PAD]")
-    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
-    model = V41ForCausalLM(QUANTISED)
+    write_tokenizer(folder, {"[PAD]": 0, "Hello": 1, "hello": 2, "HÉLLO": 3, "world": 4})
+    model = V41ForCausalLM(QUANTISED.replace(engram_compressed_vocab_size=3))
     assert load_checkpoint(model, folder).token_map == "tokenizer.json"
     assert model.layers[1].engram.token_map[:6].tolist() == [0, 1, 1, 1, 2, 1]  # beyond the end: as padding, id 2
+
+
+def write_tokenizer(folder: Path, vocabulary: dict[str, int]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    (folder / TOKEN_MAP).unlink(missing_ok=True)
+    words = tokenizers.models.WordLevel(vocabulary, unk_token="[PAD]")
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+
+
+def test_ids_that_no_token_has_count_as_one_empty_text(tmp_path: Path) -> None:
+    """Of 6 ids a tokenizer has 4: those behind a gap have their own texts all the same."""
+    config = QUANTISED.replace(engram_compressed_vocab_size=4)
+    save_checkpoint(V41ForCausalLM.random(config), tmp_path)
+    write_tokenizer(tmp_path, {"[PAD]": 0, "Hello": 1, "hello": 4, "world": 5})
+    model = V41ForCausalLM.from_checkpoint(tmp_path)
+    assert model.layers[1].engram.token_map[:7].tolist() == [0, 1, 2, 2, 1, 3, 2]
+
+
+@pytest.mark.parametrize(("vocabulary", "problem"), [
+    ({"[PAD]": 0, "Hello": 512}, "a token has id 512, and the model has 512 ids"),
+    ({"[PAD]": 0, "Hello": 2**20}, f"a token has id {2**20}, and the model has 512 ids"),
+    ({"[PAD]": 0, "Hello": 1, "hello": 2}, "its tokens have 2 different texts, and the model's tables count on 256"),
+    ({}, "its tokens have 0 different texts, and the model's tables count on 256"),
+])  # fmt: skip
+def test_a_tokenizer_of_another_model_is_refused(
+    released: tuple[Path, dict[str, Tensor]], vocabulary: dict[str, int], problem: str
+) -> None:
+    folder, _ = released
+    write_tokenizer(folder, vocabulary)
+    with pytest.raises(TokenizerOfAnother) as caught:
+        load_checkpoint(V41ForCausalLM(QUANTISED), folder)
+    assert caught.value.facts["problem"] == problem and caught.value.where == folder / "tokenizer.json"
+
+
+def test_a_gate_may_be_fp32(released: tuple[Path, dict[str, Tensor]]) -> None:
+    """As all that is multiplied in fp32: it keeps the file's type, and the same numbers give the same logits."""
+    folder, tensors = released
+    name, ids = "layers.2.ffn.gate.weight", list(range(20))
+
+    @torch.no_grad()
+    def logits() -> Tensor:
+        model = V41ForCausalLM.from_checkpoint(folder)
+        assert model.layers[2].ffn.gate.weight.dtype == tensors[name].dtype
+        cache = Cache.zeros(QUANTISED, 1, len(ids))
+        return model(build_batch(QUANTISED, cache, [Chunk(ids, 0, 0)]), cache)
+
+    narrow = logits()
+    tensors[name] = tensors[name].float()
+    save_file(tensors, folder / WEIGHTS)
+    assert torch.equal(logits(), narrow)
+    tensors["layers.2.ffn.gate.bias"] = tensors["layers.2.ffn.gate.bias"].bfloat16()
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"gate\.bias is torch\.bfloat16"):
+        logits()
+
+
+def test_tables_of_a_loaded_model_may_be_written_and_the_file_keeps_its_own(
+    released: tuple[Path, dict[str, Tensor]]
+) -> None:
+    folder, tensors = released
+    model, other = V41ForCausalLM.from_checkpoint(folder), V41ForCausalLM.random(QUANTISED, seed=9)
+    model.load_state_dict(other.state_dict())
+    model.layers[0].engram.embed.scale[3:].fill_(127)
+    assert same_bits(model.layers[1].engram.embed.weight, other.layers[1].engram.embed.weight)
+    assert all(same_bits(tensor, tensors[name]) for name, tensor in load_file(folder / WEIGHTS).items())
+
+
+def test_a_model_may_be_written_over_the_file_it_maps(released: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, tensors = released
+    model = V41ForCausalLM.from_checkpoint(folder)
+    save_checkpoint(V41ForCausalLM.random(QUANTISED, seed=9), folder)
+    assert all(same_bits(slot.parameter, tensors[name]) for name, slot in slots(model).items())
+    save_checkpoint(model, folder)
+    assert same_model(model, V41ForCausalLM.from_checkpoint(folder)) and not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("folder", ["a file", "a file/below", "x" * 300, "a\0b", "/proc/nothing", "full"])
+def test_a_folder_that_cannot_be_written_is_named(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = V41ForCausalLM(first_layers(QUANTISED, 1))
+    (tmp_path / "a file").write_text("")
+    if folder == "full":
+        refused = SafetensorError("Error while serializing: No space left on device")
+        monkeypatch.setattr(checkpoint_file, "save_file", Mock(side_effect=refused))
+    with pytest.raises(CheckpointNotWritten) as caught:
+        save_checkpoint(model, tmp_path / folder)
+    assert caught.value.where == tmp_path / folder
+    assert not list(tmp_path.glob("**/*.partial"))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "x" * 5000])
+def test_a_folder_of_no_possible_name_is_refused(name: str, tmp_path: Path) -> None:
+    for read in (V41ForCausalLM.from_checkpoint, V41Config.from_json):
+        with pytest.raises((CheckpointFileError, FileUnreadable)):
+            read(tmp_path / name)
+    with pytest.raises(CheckpointFileError):
+        load_checkpoint(V41ForCausalLM(QUANTISED), tmp_path / name)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"embed.weight": name}}))
+    with pytest.raises(CheckpointFileError, match="no "):
+        load_checkpoint(V41ForCausalLM(QUANTISED), tmp_path)
 
 
 def test_quantised_weights_stay_small(released: tuple[Path, dict[str, Tensor]]) -> None:

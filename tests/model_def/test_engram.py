@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -142,11 +146,25 @@ def test_a_token_map_must_fit() -> None:
             engram.set_token_map(wrong)
 
 
-@pytest.mark.parametrize(("text", "form"), [
+@pytest.fixture(scope="module")
+def form() -> Callable[[str], str]:
+    pytest.importorskip("tokenizers")
+    return normal_form()
+
+
+@pytest.mark.parametrize(("text", "expected"), [
     ("Hello", "hello"), (" hello ", "hello"), ("ﬁÀÉ", "fiae"), ("\t\n a \r\n  b", "a b"), (" ", " "), ("\n\n", " "),
     ("", ""), ("ΑΣ", "ασ"), ("Ａ１", "a1"), ("\u0301", "")])
-def test_normal_forms(text: str, form: str) -> None:
-    assert normal_form(text) == form
+def test_normal_forms(form: Callable[[str], str], text: str, expected: str) -> None:
+    assert form(text) == expected
+
+
+def plain_form(text: str) -> str:
+    """The same by Python's own tables. Letters are lowered each by itself: no final sigma."""
+    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+    text = "".join(c.lower() for c in text if unicodedata.category(c) != "Mn")
+    text = re.sub("[ \t\r\n]+", " ", text)
+    return text if text == " " else text.strip()
 
 
 words = st.text(st.sampled_from("aAàÀéß ﬁΣİ\t\n\r１ａ\u0301\u00a0\u3000가힣-"), max_size=6)
@@ -154,18 +172,11 @@ words = st.text(st.sampled_from("aAàÀéß ﬁΣİ\t\n\r１ａ\u0301\u00a0\u300
 
 @given(words)
 @settings(max_examples=300)
-def test_normal_form_is_what_tokenizers_does(text: str) -> None:
-    normalizers = pytest.importorskip("tokenizers.normalizers")
-    regex = pytest.importorskip("tokenizers").Regex
-    mark = "\ue000"  # a lone space is protected from the strip
-    theirs = normalizers.Sequence([
-        normalizers.NFKC(), normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase(),
-        normalizers.Replace(regex(r"[ \t\r\n]+"), " "), normalizers.Replace(regex(r"^ $"), mark), normalizers.Strip(),
-        normalizers.Replace(mark, " ")])
-    assert normal_form(text) == theirs.normalize_str(text)
+def test_normal_form_is_what_it_says(form: Callable[[str], str], text: str) -> None:
+    assert form(text) == plain_form(text)
 
 
-def test_ids_number_keys_by_first_appearance() -> None:
+def test_ids_number_keys_by_first_appearance(form: Callable[[str], str]) -> None:
     first, second = ("\ufffd", "<0xE4>"), ("\ufffd", "<0xE5>")
     pairs = [("a", "a"), first, ("A ", "A "), ("\u0301", "x"), second, first]
-    assert number_keys(token_key(*pair) for pair in pairs).tolist() == [0, 1, 0, 2, 3, 1]
+    assert number_keys(token_key(*pair, form) for pair in pairs).tolist() == [0, 1, 0, 2, 3, 1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +16,13 @@ from v41.model_def.batch import Batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
-from v41.model_def.errors import ChunkLongerThanSlot, ChunkOutOfTokens
+from v41.model_def.errors import (
+    ChunkLongerThanSlot,
+    ChunkOutOfTokens,
+    LogitsAreNoNumbers,
+    NoTemperature,
+    StepsWithoutRows,
+)
 from v41.model_def.generation import Request, generate, greedy, sampling, warm_up
 from v41.model_def.model import V41ForCausalLM
 
@@ -153,6 +162,33 @@ def test_greedy_takes_the_largest_and_sampling_follows_the_temperature() -> None
     warm = sampling(2.0, torch.Generator().manual_seed(0))(logits)
     assert cold.eq(1).all()
     assert torch.allclose(warm.bincount(minlength=3) / 4000, (logits[0] / 2).softmax(-1), atol=0.03)
+
+
+@pytest.mark.parametrize("small", [1e-30, 1e-45, 1e-300, 5e-324])
+def test_the_coldest_sampling_is_greedy(small: float) -> None:
+    logits = torch.tensor([[1e4, 3e4, -3e4], [0.0, -1e-3, -1e-2]])
+    assert torch.equal(sampling(small, torch.Generator().manual_seed(0))(logits), greedy(logits))
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, math.nan, math.inf])
+def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
+    with pytest.raises(NoTemperature):
+        sampling(temperature, torch.Generator())
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf, -math.inf])
+def test_nothing_is_drawn_from_damaged_logits(damage: float) -> None:
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = damage
+    with pytest.raises(LogitsAreNoNumbers) as refusal:
+        sampling(1.0, torch.Generator())(logits)
+    assert refusal.value.facts == {"rows": 1, "total": 3}
+
+
+@pytest.mark.parametrize("chunk", [0, -3, True, 2.0, None])
+def test_steps_without_rows_are_refused(chunk: Any) -> None:
+    with pytest.raises(StepsWithoutRows):
+        next(generate(CountsUp(), TINY, Cache.zeros(TINY, 1, 8), [Request.to_write([1], 2)], chunk=chunk))
 
 
 def test_what_cannot_be_read_is_refused() -> None:

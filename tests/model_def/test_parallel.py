@@ -20,7 +20,7 @@ from tests.model_def.rows import QUICK, TINY
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.checkpoint import WEIGHTS, load_checkpoint, save_checkpoint, slots
-from v41.model_def.errors import CheckpointError, PartOfAModel, ShareNotWhole
+from v41.model_def.errors import CheckpointError, NoSuchRank, PartOfAModel, ShareNotWhole
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import Share, split_dimension
 from v41.model_def.quantization import dequantize_fp8_weight, quantize_fp8_weight
@@ -164,6 +164,13 @@ def test_what_does_not_divide_is_refused(world: int, name: str) -> None:
     with torch.device("meta"), pytest.raises(ShareNotWhole) as caught:
         V41ForCausalLM(TINY, Share(0, world))
     assert name in caught.value.facts["sizes"] and caught.value.facts["world"] == world
+
+
+@pytest.mark.parametrize(("rank", "world"), [(0, 0), (-1, 2), (2, 2), (0, -1), (True, 2), (0, 2.0), (0, None)])
+def test_a_rank_that_is_none_is_refused(rank: Any, world: Any) -> None:
+    with pytest.raises(NoSuchRank) as caught:
+        Share(rank, world)
+    assert caught.value.facts == {"rank": rank, "world": world}
 
 
 def test_a_part_is_no_checkpoint(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 from pathlib import Path
@@ -21,7 +22,7 @@ from v41.model_def.checkpoint import INDEX, WEIGHTS, slots
 from v41.model_def.config import V41Config
 from v41.model_def.errors import FileUnreadable
 from v41.model_def.model import V41ForCausalLM
-from v41.model_def.stored_tensors import DTYPES, read_header
+from v41.model_def.stored_tensors import DTYPES, LONGEST_HEADER, read_header
 
 TINY = V41Config.preset("tiny")
 STATUS = Path("/proc/self/status")
@@ -76,7 +77,17 @@ DAMAGED: dict[str, tuple[object, bytes, int | None]] = {
     "ends before it begins": ({"x": FITS | {"shape": [0], "data_offsets": [8, 0]}}, bytes(8), None),
     "begins before the file": ({"x": FITS | {"data_offsets": [-8, 0]}}, bytes(8), None),
     "a fraction of a row": ({"x": FITS | {"shape": [2.0]}}, bytes(8), None),
-}
+    "more than 64 bits": ({"x": FITS | {"shape": [0, 2**63], "data_offsets": [0, 0]}}, b"", None),
+    "bytes of another": ({"x": FITS, "y": FITS | {"data_offsets": [4, 12]}}, bytes(12), None),
+    "bytes of another, further on": (
+        {"x": FITS, "z": FITS | {"data_offsets": [20, 28]}, "y": FITS | {"data_offsets": [16, 24]}}, bytes(28), None),
+    "the same bytes": ({"x": FITS, "y": FITS}, bytes(8), None),
+    "a name twice": (b'{"x": %b, "x": %b}' % (json.dumps(FITS).encode(), json.dumps(FITS).encode()), bytes(8), None),
+    "a fact twice": (b'{"x": {"dtype": "F32", "shape": [2], "shape": [2], "data_offsets": [0, 8]}}', bytes(8), None),
+    "nested too deep": (b"[" * 100_000, b"", None),
+    "nested too deep within": (b'{"x": ' * 100_000, b"", None),
+    "a number of 5000 digits": (b'{"x": 1%b}' % (b"0" * 5000), b"", None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
@@ -86,6 +97,54 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         read_header(file)
     assert caught.value.where == file
     assert read_header(write(tmp_path / "whole", {"x": FITS}, bytes(8))).keys() == {"x"}
+
+
+def test_tensors_may_lie_in_any_order_and_empty_ones_anywhere(tmp_path: Path) -> None:
+    empty = FITS | {"shape": [0]}
+    header = {"b": FITS | {"data_offsets": [8, 16]}, "a": FITS, "0": empty | {"data_offsets": [4, 4]}}
+    assert read_header(write(tmp_path / "whole", header, bytes(16))).keys() == header.keys()
+
+
+def test_a_header_longer_than_any_is_not_read(tmp_path: Path) -> None:
+    file = write(tmp_path / "long", {}, length=LONGEST_HEADER + 1)
+    os.truncate(file, LONGEST_HEADER + 100)
+    with pytest.raises(FileUnreadable, match="no safetensors header"):
+        read_header(file)
+
+
+def filled_file(file: Path, size: int) -> Path:
+    """One tensor of bytes, all zero: a hole that takes no room on the disk."""
+    write(file, {"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}})
+    try:
+        os.truncate(file, file.stat().st_size + size)
+    except OSError as error:
+        pytest.skip(f"no file of {size} bytes here: {error}")
+    return file
+
+
+@measures
+def test_what_is_written_to_a_mapped_tensor_stays_in_the_process(tmp_path: Path) -> None:
+    """120 GiB, more than the system would promise memory for; only the pages that are written take some."""
+    file = filled_file(tmp_path / "large", 120 << 30)
+    before, tensor = resident("VmRSS"), read_header(file)["x"].mapped(at_random=True)
+    tensor[[5, 100 << 30, -1]] = torch.tensor([7, 8, 9], dtype=torch.uint8)
+    assert tensor[[5, 100 << 30, -1, 6]].tolist() == [7, 8, 9, 0]
+    assert read_header(file)["x"].mapped(at_random=True)[[5, 100 << 30, -1]].tolist() == [0, 0, 0]
+    assert file.stat().st_blocks * 512 < 2**20 and resident("VmRSS") - before < 2**26
+
+
+def test_where_memory_must_be_promised_it_is_mapped_for_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, library = filled_file(tmp_path / "some", 16), mmap.mmap
+
+    def promises(descriptor: int, length: int, **how: Any) -> mmap.mmap:
+        if how.get("access") != mmap.ACCESS_READ:
+            raise OSError("Cannot allocate memory")
+        return library(descriptor, length, **how)
+
+    monkeypatch.setattr(mmap, "mmap", promises)
+    assert read_header(file)["x"].mapped().tolist() == [0] * 16
 
 
 def test_a_type_without_a_likeness_is_refused_where_it_is_read(tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ def ratios_of(costs: dict[int, dict[str, float]]) -> dict[str, float]:
 def measure(codegen: str, capacity: int = CAPACITY) -> dict[int, dict[str, float]]:
     """By fold: us, device_us and bytes of a step."""
     torch.compiler.reset()
-    config = first_layers(V41Config.preset("tiny"), 4)
+    positions = max(FOLDS) * capacity  # as many as the largest cache has room for
+    config = first_layers(V41Config.preset("tiny").replace(max_position_embeddings=positions), 4)
     model = V41ForCausalLM.random(config, 0, "cuda")
     options: dict[str, Any] = {"codegen": codegen, "capture": "off"}  # a graph's memory is its own, and no step's
     compiled = torch.compile(model, backend="v41", fullgraph=True, options=options)
