@@ -4,23 +4,20 @@
     stream 1            \\__ piece_1 reads cache                        no event from piece_1 to piece_2: refused
 
 The rules are sentences with who finds the breach, in order: each may rely on those above. Values that may share memory
-(`Buffer.views`) count as one memory. Order between streams is what events show, never how fast something is.
+(`Buffer.views`) count as one memory. What concerns order and the reuse of memory is happens_before's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 
 from torch.fx import Node
 
 from v41.errors import PlanBroken
 from v41.passes.analysis.effects import begins_collective, ends_collective, written_inputs
-from v41.passes.analysis.happens_before import START_AT
+from v41.passes.analysis.happens_before import RACES, START_AT, Breach
 from v41.passes.analysis.plan_facts import PlanFacts, views_in
 from v41.plan import Plan
-
-Breach = tuple[int, int, str]  # positions of two pieces, and what is wrong between them
 
 
 def check_plan(plan: Plan) -> None:
@@ -109,39 +106,6 @@ def _waited_for(node: Node) -> bool:
     return any(map(ends_collective, users)) or (bool(several) and all(map(_waited_for, several)))
 
 
-def backward_event(facts: PlanFacts) -> Iterator[Breach]:
-    index = facts.order.index
-    for event in facts.plan.events:
-        after, before = index.get(event.after, facts.end), index.get(event.before, facts.end)
-        if event.after not in index or event.before not in index:
-            yield after, before, f"an event leads from {event.after} to {event.before}, and one of them does not exist"
-        elif after >= before:
-            yield after, before, "the wait is issued before the event is recorded, so it waits for nothing"
-
-
-def unjoined(facts: PlanFacts) -> Iterator[Breach]:
-    for at in range(facts.end):
-        if not facts.order.before(START_AT, at):
-            yield START_AT, at, "nothing leads there from the caller's stream"
-        if not facts.order.before(at, facts.end):
-            yield at, facts.end, "nothing leads back to the caller's stream"
-
-
-def unordered_read(facts: PlanFacts) -> Iterator[Breach]:
-    for name, at in facts.readings:
-        if not facts.order.before(facts.made[name], at):
-            yield facts.made[name], at, f"{name} may be read while it is made"
-
-
-def unordered_write(facts: PlanFacts) -> Iterator[Breach]:
-    for memory, uses in facts.uses.items():
-        for at in (at for at, writes in uses if writes):
-            for other, _ in uses:
-                first, second = sorted((at, other))
-                if first < second and not facts.order.before(first, second):
-                    yield first, second, f"both use the memory of {memory}, one writes it, and they have no order"
-
-
 def read_after_free(facts: PlanFacts) -> Iterator[Breach]:
     freed = dict(reversed(facts.freed))
     for name, at in facts.readings:
@@ -163,23 +127,6 @@ def not_freed_once(facts: PlanFacts) -> Iterator[Breach]:
             yield at, last.get(name, at), f"nobody frees {name}"
 
 
-def freed_in_use(facts: PlanFacts) -> Iterator[Breach]:
-    """The allocator hands freed memory out again on the stream it came from, by order of issue, whoever uses it."""
-    freed: dict[str, int] = {}
-    for name, at in facts.freed:
-        memory = facts.memory[name]
-        freed[memory] = max(at, freed.get(memory, at))
-    for memory in {facts.memory[name] for name in facts.returned}:
-        freed.pop(memory, None)
-    for memory, at in freed.items():
-        maker = facts.made[memory]
-        stream = 0 if maker == START_AT else facts.plan.pieces[maker].stream
-        later = (i for i in range(at + 1, facts.end) if facts.plan.pieces[i].stream == stream)
-        for again in islice(later, 1):
-            for use in (use for use, _ in facts.uses[memory] if not facts.order.before(use, again)):
-                yield use, again, f"the second may be given the memory of {memory} while the first still uses it"
-
-
 RULES: tuple[tuple[str, Callable[[PlanFacts], Iterator[Breach]]], ...] = (
     ("gives every value and piece a name of its own", made_twice),
     ("reads only what was made before", read_too_early),
@@ -188,11 +135,8 @@ RULES: tuple[tuple[str, Callable[[PlanFacts], Iterator[Breach]]], ...] = (
     ("declares every view", silent_view),
     ("tells the life of every buffer", other_life),
     ("keeps a collective and its wait in one piece", parted_collective),
-    ("records every event before it is waited for", backward_event),
-    ("leads from the caller's stream through every piece back to it", unjoined),
-    ("orders every read after the making", unordered_read),
-    ("orders every write with all other uses of its memory", unordered_write),
+    *RACES[:-1],
     ("frees nothing that is read later", read_after_free),
     ("frees every value once that is not returned", not_freed_once),
-    ("frees nothing that another stream still uses", freed_in_use),
+    RACES[-1],
 )

@@ -6,6 +6,7 @@ last. Memory goes by the name of the value that allocated it, or brought it in.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -82,6 +83,25 @@ class PlanFacts:
     def bodies(self) -> Iterator[tuple[int, Piece]]:
         """Pieces that have a body, with their positions."""
         yield from ((at, piece) for at, piece in enumerate(self.plan.pieces) if isinstance(piece.body, GraphModule))
+
+    def stream_of(self, memory: str) -> int:
+        """The stream that `memory` was allocated on."""
+        maker = self.made[memory]
+        return 0 if maker == START_AT else self.plan.pieces[maker].stream
+
+    def next_on(self, stream: int, at: int) -> int | None:
+        """The first piece behind position `at` on `stream`."""
+        places = self._on.get(stream, [])
+        later = bisect_right(places, at)
+        return places[later] if later < len(places) else None
+
+    @cached_property
+    def _on(self) -> dict[int, list[int]]:
+        """Stream -> positions of its pieces."""
+        found: dict[int, list[int]] = {}
+        for at, piece in enumerate(self.plan.pieces):
+            found.setdefault(piece.stream, []).append(at)
+        return found
 
     def name(self, at: int) -> str:
         return START if at == START_AT else END if at == self.end else self.plan.pieces[at].name

@@ -1,0 +1,115 @@
+"""synchronise: no timing changes what a synchronised plan gives, no event of it can go, nothing is freed too early."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.passes.test_check_plan import CHEAP, accepted, depends_on_timing
+from tests.strategies.plans import plan, plans
+from v41.passes import synchronise as module
+from v41.passes.analysis.happens_before import START_AT, races
+from v41.passes.analysis.plan_facts import PlanFacts
+from v41.passes.check_plan import check_plan
+from v41.passes.synchronise import synchronise
+from v41.plan import END, START, Event, Plan
+
+CONES = plan(
+    "x cache", "out", "critical: x -> s h,", "cone@1: s -> pre,", "attend: h cache* -> y,", "mix: s y pre -> out,"
+)
+
+
+def check_synchronised(drawn: Plan) -> Plan:
+    """`drawn` synchronised: accepted, the same at any timing, and of no use without any one of its events."""
+    made = synchronise(drawn)
+    assert [(piece.name, piece.stream) for piece in made.pieces] == [(p.name, p.stream) for p in drawn.pieces]
+    check_plan(made)
+    assert races(PlanFacts(made)) == []
+    for event in made.events:
+        fewer = replace(made, events=tuple(each for each in made.events if each is not event))
+        found = races(PlanFacts(fewer))
+        assert found and all(race.first != race.second for race in found), event
+    return made
+
+
+def test_a_cone_forks_behind_its_maker_and_joins_before_its_reader() -> None:
+    made = check_synchronised(CONES)
+    assert made.events == (Event("critical", "cone"), Event("cone", "mix"))
+    assert [piece.frees for piece in made.pieces] == [("x",), (), ("cache", "h"), ("s", "pre", "y")]
+
+
+def test_what_a_side_stream_still_reads_is_freed_behind_the_join() -> None:
+    """Behind b the next on the stream of s would be c, which may run before cone is done; mix waits for cone."""
+    sublayer = "b: s -> y,", "c: y -> z,"
+    made = check_synchronised(plan("x", "out", "a: x -> s,", "cone@1: s -> pre,", *sublayer, "mix: z pre -> out,"))
+    assert [piece.frees for piece in made.pieces] == [("x",), (), (), ("s", "y"), ("pre", "z")]
+
+
+def test_a_side_stream_that_nobody_reads_is_joined_at_the_end() -> None:
+    made = check_synchronised(plan("x", "y", "a: x -> y,", "b@1: x -> z,"))
+    assert made.events == (Event(START, "b"), Event("b", END))
+
+
+def test_one_stream_needs_no_event() -> None:
+    assert check_synchronised(plan("x", "z", "a: x -> y,", "b: y -> z,")).events == ()
+
+
+@CHEAP
+@given(plans())
+def test_no_timing_changes_what_it_gives(drawn: Plan) -> None:
+    assert not depends_on_timing(check_synchronised(drawn))
+
+
+@CHEAP
+@given(plans(views=True))
+def test_no_timing_changes_what_it_gives_though_values_share_memory(drawn: Plan) -> None:
+    assert not depends_on_timing(check_synchronised(drawn))
+
+
+@CHEAP
+@given(plans(), st.data())
+def test_a_planted_race_is_found_and_named(drawn: Plan, data: st.DataObject) -> None:
+    """An event less is a race, and what is found is what timings show: neither missed nor invented."""
+    made = synchronise(drawn)
+    if made.events:
+        gone = data.draw(st.sampled_from(made.events))
+        fewer = replace(made, events=tuple(event for event in made.events if event != gone))
+        named = {name for race in races(PlanFacts(fewer)) for name in (race.first, race.second)}
+        assert named <= {START, END, *(piece.name for piece in made.pieces)}
+        assert unjoined(fewer) or accepted(fewer) is not depends_on_timing(fewer)
+
+
+def unjoined(made: Plan) -> bool:
+    return any("caller's stream" in race.rule for race in races(PlanFacts(made)))
+
+
+WRONG = {  # of synchronise -> what takes its place
+    "nobody waits for a writer": ("_needs", lambda facts: {at: needs - writers(facts) for at, needs in of(facts)}),
+    "what nobody reads is left running": ("_needs", lambda facts: dict(of(facts)) | {facts.end: set()}),
+    "a stream begins whenever it likes": ("_needs", lambda facts: {at: n - {START_AT} for at, n in of(facts)}),
+    "memory is freed behind its last reader in order of issue": ("_unused_from", lambda facts, memory, at: at),
+}
+needs_of, frees_of = module._needs, module._unused_from
+
+
+def of(facts: PlanFacts) -> list[tuple[int, set[int]]]:
+    return list(needs_of(facts).items())
+
+
+def writers(facts: PlanFacts) -> set[int]:
+    return {at for at, piece in enumerate(facts.plan.pieces) if piece.writes}
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_a_bug_of_synchronise_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shows = plan(
+        "x cache", "out", "a: x -> s,", "b@1: s -> pre,", "c: s -> t,", "d: t cache* -> y,", "e@2: cache x -> z,",
+        "f: y pre z -> w,", "g@3: -> late,", "h: w -> out,",
+    )  # fmt: skip
+    check_synchronised(shows)
+    monkeypatch.setattr(module, *WRONG[bug])
+    with pytest.raises(Exception):  # noqa: B017
+        check_synchronised(shows)
