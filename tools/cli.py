@@ -17,7 +17,10 @@ from v41 import __version__
 from v41.options import CODEGENS
 
 PRESETS = "tiny, bench (90 GB) or flash (503 GB), with random weights"
+MODELS = "a preset (tiny, bench, flash), a checkpoint folder, or MODULE:FUNCTION that returns (model, inputs)"
+RUN_OR_MODEL = f"a folder that v41 capture wrote, {MODELS} (tiny)"
 COMMANDS = {  # what runs each: a module of v41.tools and its function
+    "capture": ("capture_command", "capture_command"),
     "generate": ("generate_command", "generate_command"),
     "inspect": ("inspect_command", "inspect_command"),
     "passes": ("passes_command", "passes_command"),
@@ -31,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"v41 {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="read prompts, write tokens, show what the compiler did"))
+    add_capture(commands.add_parser("capture", help="keep what the compiler makes of a model, for the commands below"))
     add_inspect(commands.add_parser("inspect", help="what the compiler finds in every layer, without weights"))
     add_passes(commands.add_parser("passes", help="per pass: sites, nodes, regions, launches and time"))
     add_why_not(commands.add_parser("why-not", help="which rule made a pass refuse a site, and what to do"))
@@ -39,23 +43,51 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def add_capture(command: argparse.ArgumentParser) -> None:
+    command.description = "Captures a model on tensors without storage and keeps all that was found in a folder."
+    command.add_argument("model", metavar="MODEL", help=MODELS)
+    command.add_argument(
+        "-o", "--out", required=True, metavar="RUN", help="the folder; a run that is there is replaced"
+    )
+    add_layers(command)
+    add_common(command)
+
+
+def add_source(command: argparse.ArgumentParser, *, position: bool = True) -> None:
+    """The one argument by which every command is told what to look at; by position too, where no names stand there."""
+    if position:
+        command.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=RUN_OR_MODEL)
+    named = argparse.SUPPRESS if position else RUN_OR_MODEL
+    options = ("-m", "--model", "--preset", "--run")  # one argument: its value tells which of these it is
+    command.add_argument(*options, dest="model", default="tiny", metavar="MODEL", help=named)
+    add_layers(command)
+
+
+def add_layers(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of a preset or checkpoint")
+
+
+def add_common(command: argparse.ArgumentParser) -> None:
+    """What every command has that looks at a model."""
+    command.add_argument(
+        "--json", action="store_true", help="print the facts as JSON, with the version of their layout"
+    )
+    add_strict(command)
+
+
 def add_inspect(command: argparse.ArgumentParser) -> None:
-    command.description = "Captures a preset on tensors without storage, runs the passes, and shows what each layer is."
-    command.add_argument("--preset", default="tiny", metavar="NAME", help="tiny, bench or flash (tiny)")
-    command.add_argument("--layers", type=positive, metavar="N", help="the first N layers alone")
-    command.add_argument("--against", type=Path, metavar="FILE", help="what differs from a saved --json; exit 1 if any")
-    add_strict(command)
+    command.description = "Captures a model on tensors without storage, runs the passes, and shows what each layer is."
+    add_source(command)
+    command.add_argument(
+        "--against", type=Path, metavar="RUN", help="what differs from a saved run; exit 1 if any does"
+    )
     command.add_argument("--changes", action="store_true", help="with --json: what each pass changed, for v41 diff")
-    command.add_argument("--json", action="store_true", help="print the facts as JSON")
+    add_common(command)
 
 
-def add_passes(command: argparse.ArgumentParser) -> None:
-    source = command.add_mutually_exclusive_group()
-    source.add_argument("--preset", default="tiny", metavar="NAME", help="capture it now: tiny, bench or flash (tiny)")
-    source.add_argument("--run", type=Path, metavar="FILE", help="read what inspect --json wrote, or generate --json")
-    command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of the preset alone")
-    command.add_argument("--json", action="store_true", help="print the facts as JSON")
-    add_strict(command)
+def add_passes(command: argparse.ArgumentParser, *, position: bool = True) -> None:
+    add_source(command, position=position)
+    add_common(command)
 
 
 def add_strict(command: argparse.ArgumentParser) -> None:
@@ -66,13 +98,13 @@ def add_strict(command: argparse.ArgumentParser) -> None:
 def add_why_not(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("site", metavar="SITE", nargs="?", help="the name of its node (all that were refused)")
-    add_passes(command)
+    add_passes(command, position=False)
 
 
 def add_diff(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("--all", action="store_true", help="show each change, not one of many that are alike")
-    add_passes(command)
+    add_passes(command, position=False)
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:

@@ -13,7 +13,6 @@ one line of the model, are shown once: layers share their lines. --all shows eac
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from rich.text import Text
 from v41.errors import NoChangesKept
 from v41.passes.changes import operator_of
 from v41.report import Change, PassRun
+from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of, pass_named, told_of, troubled
 
 SIGNS = {"added": "+", "removed": "-", "rewired": "~", "moved": ">"}
@@ -35,9 +35,9 @@ def diff_command(arguments: Namespace) -> int:
     run = pass_named(told_of(arguments, console, changes=True).runs, arguments.name)
     assert run is not None
     if run.changes is None:
-        raise NoChangesKept(str(arguments.run))
+        raise NoChangesKept(str(arguments.model))
     if arguments.json:
-        print(json.dumps({"pass": run.name, "changes": [asdict(change) for change in run.changes]}, indent=1))
+        print_json("diff", {"pass": run.name, "changes": [asdict(change) for change in run.changes]})
     else:
         console.print(Text(head(run), "bold"), soft_wrap=True)
         for kind, line in lines(run.changes, everything=arguments.all):

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from v41.runtime.past_guards import past_guards
 from v41.tools.bytes import packaged_prompts
 from v41.tools.compare import Agreement, agree
 from v41.tools.generate_view import show_all, values
+from v41.tools.json_output import print_json
 from v41.tools.last_bits import reference
 from v41.tools.recording import Recording, record, replay, steps_needed
 from v41.tools.vocabulary import Vocabulary, vocabulary_of
@@ -66,7 +66,7 @@ def generate_command(arguments: Namespace) -> int:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         outcome = carry_out(arguments, progress)
     if arguments.json:
-        print(json.dumps(values(outcome), indent=1))
+        print_json("generate", values(outcome))
     else:
         show_all(console, outcome)
     return 0 if outcome.holds else 1

@@ -136,7 +136,7 @@ def values(outcome: Outcome) -> dict[str, Any]:
         "steps": [{"rows": step.rows, "seconds": step.seconds} for step in outcome.made.steps],
         "holds": outcome.holds,
         "agreement": {seed: agreement_values(agreement) for seed, (agreement, _) in outcome.agreements.items()},
-        "regions": regions_values(passes_of(outcome), outcome.config),
+        "regions": regions_values(passes_of(outcome), regions_expected(outcome.config)),
         "graphs": as_json(outcome.reports),
     }
 

@@ -1,6 +1,7 @@
 """inspect: a whole model through capture and passes without weights: what each layer became, and why.
 
     capture(build) -> Inspection     `build` makes the model; its tensors and the cache have no storage
+    capture_call(make)               any model: `make` returns it with the inputs of the call that is traced
     layers(inspection)               for each layer the regions and refusals found among what reads its parameters
 
 Dynamo, AOTAutograd, the passes and the partition run as they do in torch.compile; then it stops, before any piece is
@@ -13,16 +14,19 @@ import contextlib
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule
 
 from v41._compat import input_name, without_storage
+from v41._compat_tools import not_whole
 from v41.backend import v41
-from v41.model_def.batch import Chunk, build_batch
+from v41.errors import GraphNotWhole
+from v41.model_def.batch import Batch, Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
@@ -39,7 +43,7 @@ class Captured(Exception):
 
 @dataclass(frozen=True)
 class Inspection:
-    config: V41Config
+    config: V41Config | None  # None of another model
     report: CompileReport
     parameters: dict[str, str]  # input of the plan -> what the model calls it: "layers.0.attn.wkv.weight"
     seconds: dict[str, float]  # phase -> wall time, in order
@@ -64,43 +68,77 @@ class LayerView:
 
 def capture(build: Callable[[], V41ForCausalLM]) -> Inspection:
     """The model that `build` makes, captured for a ragged step of a few requests."""
-    clock = time.perf_counter
-    start, cpu = clock(), time.process_time()
+    return capture_call(lambda: step_of(build))
+
+
+def step_of(build: Callable[[], V41ForCausalLM]) -> tuple[V41ForCausalLM, tuple[Batch, Cache]]:
+    """A model and a step of it without storage."""
     with without_storage():
         model = build().eval()
         cache = Cache.zeros(model.config, len(CHUNKS), max(CHUNKS))
-    batch = build_batch(model.config, cache, [Chunk([0] * rows, 0, slot) for slot, rows in enumerate(CHUNKS)])
+    chunks = [Chunk([0] * rows, 0, slot) for slot, rows in enumerate(CHUNKS)]
+    return model, (build_batch(model.config, cache, chunks), cache)
+
+
+def capture_call(
+    make: Callable[[], tuple[nn.Module, Sequence[Any]]],
+    *,
+    verify: bool | str = False,
+    told: Callable[[str], None] = lambda phase: None,
+) -> Inspection:
+    """A call of the model with the inputs that `make` returns with it, captured. GraphNotWhole where Dynamo cuts it.
+
+    verify: the backend's option of that name. told: hears which phase begins.
+    """
+    clock = time.perf_counter
+    start, cpu = clock(), time.process_time()
+    told("model")
+    model, inputs = make()
     seconds, names = {"model": clock() - start}, list[str]()
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         seconds["dynamo"] = clock() - start - seconds["model"]
         names.extend(input_name(node) for node in gm.graph.nodes if node.op == "placeholder")
-        v41(gm, inputs, options={"codegen": "eager", "cache": False})
+        told("AOTAutograd, passes, partition")
+        v41(gm, inputs, options={"codegen": "eager", "cache": False, "verify": verify})
 
         def stop(*_: Any) -> Any:
             raise Captured
 
         return stop
 
+    told("Dynamo")
     with torch.no_grad(), collect() as reports, contextlib.suppress(Captured):
-        torch.compile(model, backend=backend, fullgraph=True)(batch, cache)
+        try:
+            torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+        except not_whole() as error:
+            raise GraphNotWhole("v41 capture", reason=first_line(error)) from error
     (report,) = reports
     assert report.plan is not None and len(names) == len(report.plan.inputs)
     seconds |= report.seconds
     seconds["total"] = clock() - start
     parameters = dict(zip(report.plan.inputs, names, strict=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return Inspection(model.config, report, parameters, seconds, time.process_time() - cpu, peak)
+    config = getattr(model, "config", None)
+    of_ours = config if isinstance(config, V41Config) else None
+    return Inspection(of_ours, report, parameters, seconds, time.process_time() - cpu, peak)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def layers(inspection: Inspection) -> list[LayerView]:
     """One view a layer, in order; what reads no layer's parameters belongs to the layer before it."""
-    views = {layer: LayerView(layer) for layer in (None, *range(inspection.config.num_hidden_layers))}
+    config, parameters = inspection.config, inspection.parameters
+    numbers = range(config.num_hidden_layers) if config else sorted({*layers_named(parameters.values())})
+    views = {layer: LayerView(layer) for layer in (None, *numbers)}
     refused = {d.node: d for run in inspection.report.passes for d in run.decisions if not d.applied}
     current: int | None = None
     for piece in inspection.plan.pieces:
-        outside = reads_ends(piece, inspection.parameters)
-        current = max(layers_read(piece, inspection.parameters), default=None if outside else current)
+        outside = reads_ends(piece, parameters)
+        read = layers_named(parameters.get(name, "") for name in piece.reads)
+        current = max(read, default=None if outside else current)
         view = views[current]
         view.pieces.append(piece)
         view.regions += [region_of(call) for call in regions(piece.body)]
@@ -108,10 +146,10 @@ def layers(inspection: Inspection) -> list[LayerView]:
     return list(views.values())
 
 
-def layers_read(piece: Piece, parameters: dict[str, str]) -> Iterator[int]:
-    """The layers whose parameters `piece` reads."""
-    for name in piece.reads:
-        if found := re.match(r"layers\.(\d+)\.", parameters.get(name, "")):
+def layers_named(parameters: Iterable[str]) -> Iterator[int]:
+    """The layers of `parameters`: the first number in "layers.3.attn.wo_a", "model.blocks.3.up"."""
+    for name in parameters:
+        if found := re.match(r"(?:[A-Za-z_]\w*\.)+(\d+)\.", name):
             yield int(found[1])
 
 

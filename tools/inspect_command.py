@@ -1,4 +1,4 @@
-"""`v41 inspect`: every layer of a preset with its role, regions and refusals, then what the passes did and took.
+"""`v41 inspect`: every layer of a model with its role, regions and refusals, then what the passes did and took.
 
     layer  role            regions                                                           pieces
     0      window          mhc_boundary entry #1, mhc_boundary seam #2                            4
@@ -7,13 +7,14 @@
     refused  in layer 23: "the carried pre comes from an earlier boundary", broken by one_hot
              model_def/model.py:97  A = one_hot(0, S).expand(T, S)
 
-With --against it prints what differs from an inspection saved before.
+With --against it prints what differs from a run, or an inspection, saved before.
 """
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,29 @@ from rich.text import Text
 
 from v41.errors import NoInspection
 from v41.regions import Region
-from v41.tools.expected import regions_expected, regions_found, regions_table, regions_values
-from v41.tools.inspect import Inspection, LayerView, layers, role
+from v41.tools.expected import regions_found, regions_table
+from v41.tools.inspect import LayerView, role
 from v41.tools.inspect_changes import LayerValues, changes
-from v41.tools.pass_runs import captured, console_of, told_by
+from v41.tools.json_output import print_json
+from v41.tools.pass_runs import console_of, told_by
 from v41.tools.plan_view import artifacts_table
-from v41.tools.report_view import as_json, show
+from v41.tools.report_view import show
+from v41.tools.run import Run
+from v41.tools.run_folder import MAIN, layer_values, run_values
+from v41.tools.sources import run_named
 from v41.tools.tables import add, table
 
 
 def inspect_command(arguments: Namespace) -> int:
     console = console_of(arguments)
     saved = saved_layers(arguments.against) if arguments.against else None
-    with console.status("capture"):
-        inspection = captured(arguments, changes=arguments.changes)
-    told = values(inspection)
+    run = run_named(arguments, console, changes=arguments.changes)
     if arguments.json:
-        print(json.dumps(told, indent=1))
+        print_json("inspect", values(run, changes=arguments.changes))
     elif saved is None:
-        show_inspection(console, inspection)
-    differs = saved is not None and show_changes(console, saved, told["layers"])
-    return int(differs or (arguments.strict and told_by(inspection).troubled))
+        show_inspection(console, run)
+    differs = saved is not None and show_changes(console, saved, layer_values(run))
+    return int(differs or (arguments.strict and told_by(run).troubled))
 
 
 def show_changes(console: Console, before: list[LayerValues], now: list[LayerValues]) -> bool:
@@ -56,21 +59,21 @@ def show_changes(console: Console, before: list[LayerValues], now: list[LayerVal
 
 
 def saved_layers(path: Path) -> list[LayerValues]:
-    """The layers in a file that `v41 inspect --json` wrote."""
+    """The layers in a folder of `v41 capture`, or in a file that `v41 inspect --json` wrote."""
     try:
-        saved: list[LayerValues] = json.loads(path.read_text())["layers"]
+        file = path / MAIN if path.is_dir() else path
+        saved: list[LayerValues] = json.loads(file.read_text())["layers"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NoInspection(str(path), reason=f"{type(error).__name__}: {error}") from error
     return saved
 
 
-def show_inspection(console: Console, inspection: Inspection) -> None:
-    views, numbers = layers(inspection), numbered(inspection)
+def show_inspection(console: Console, run: Run) -> None:
+    views, numbers = run.layers, numbered(run.layers)
     by_layer = table("layer", "role", "regions", "pieces", left=3)
     for view in views:
         found = ", ".join(f"{region.name} #{numbers[text_of(region)]}" for region in view.regions)
-        what = role(inspection.config, view.layer) if view.layer is not None else "before the first and after the last"
-        add(by_layer, view.layer, what, found or None, len(view.pieces))
+        add(by_layer, view.layer, role_told(run, view.layer), found or None, len(view.pieces))
     console.print(by_layer)
     console.print()
     for text, number in numbers.items():
@@ -81,21 +84,27 @@ def show_inspection(console: Console, inspection: Inspection) -> None:
     for line in refusals(views):
         console.print(Text(line, "yellow"), soft_wrap=True)
     console.print()
-    console.print(artifacts_table(inspection.plan))
+    console.print(artifacts_table(run.plan))
     console.print()
-    show(console, [inspection.report])
+    show(console, [run.report])
     console.print()
-    console.print(regions_table(regions_found(inspection.report.passes), regions_expected(inspection.config)))
+    console.print(regions_table(regions_found(run.report.passes), run.by_config))
     console.print()
-    phases = table(*inspection.seconds, "cpu total", "peak MiB", left=0)
-    times = [f"{value:.1f}" for value in (*inspection.seconds.values(), inspection.cpu_seconds)]
-    add(phases, *times, round(inspection.peak_mib))
+    phases = table(*run.seconds, "cpu total", "peak MiB", left=0)
+    times = [f"{value:.1f}" for value in (*run.seconds.values(), run.cpu_seconds)]
+    add(phases, *times, round(run.peak_mib))
     console.print(phases)
 
 
-def numbered(inspection: Inspection) -> dict[str, int]:
+def role_told(run: Run, layer: int | None) -> str | None:
+    if layer is None:
+        return "before the first and after the last"
+    return role(run.config, layer) if run.config is not None else None
+
+
+def numbered(views: list[LayerView]) -> dict[str, int]:
     """Each set of attributes that a region has, numbered as they appear."""
-    found = dict.fromkeys(text_of(region) for view in layers(inspection) for region in view.regions)
+    found = dict.fromkeys(text_of(region) for view in views for region in view.regions)
     return {text: number for number, text in enumerate(found, 1)}
 
 
@@ -128,28 +137,10 @@ def refusals(views: list[LayerView]) -> list[str]:
     return lines
 
 
-def values(inspection: Inspection) -> dict[str, Any]:
-    """The same facts as values json can write."""
-    return {
-        "layers": [
-            {
-                "layer": view.layer,
-                "role": role(inspection.config, view.layer) if view.layer is not None else None,
-                "pieces": [{"name": piece.name, "key": piece.key, "nodes": piece.nodes} for piece in view.pieces],
-                "regions": [
-                    {"kind": region.kind, "attrs": {name: str(value) for name, value in region.attrs.items()}}
-                    for region in view.regions
-                ],
-                "refused": [
-                    {"node": d.node, "rule": d.rule, "culprit": d.culprit, "source": d.source} for d in view.refused
-                ],
-            }
-            for view in layers(inspection)
-        ],
-        "regions": regions_values(inspection.report.passes, inspection.config),
-        "graph": as_json([inspection.report])[0],
-        "plan": json.loads(inspection.plan.to_json()),
-        "seconds": inspection.seconds,
-        "cpu_seconds": inspection.cpu_seconds,
-        "peak_mib": inspection.peak_mib,
-    }
+def values(run: Run, *, changes: bool = False) -> dict[str, Any]:
+    """The same facts as values json can write; with what each pass changed, where that was kept and is asked for."""
+    told = run_values(run) | {"plan": json.loads(run.plan.to_json())}
+    if changes and run.changes is not None:
+        for each in told["graph"]["passes"]:
+            each["changes"] = [asdict(change) for change in run.changes.get(each["name"], [])]
+    return {name: value for name, value in told.items() if name != "schema"}

@@ -10,11 +10,11 @@ A launch is a node that computes, or a region that gets a kernel of its own; on 
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 
 from rich.text import Text
 
+from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of, told_of
 from v41.tools.report_view import pass_values, passes_table, remarks
 
@@ -23,7 +23,7 @@ def passes_command(arguments: Namespace) -> int:
     console = console_of(arguments)
     told = told_of(arguments, console)
     if arguments.json:
-        print(json.dumps([pass_values(run) for run in told.runs], indent=1))
+        print_json("passes", {"passes": [pass_values(run) for run in told.runs], "expected": told.differences})
     else:
         console.print(passes_table(told.runs, sizes=True))
         for line in (*remarks(told.runs), *(f"expected {line}" for line in told.differences)):

@@ -10,7 +10,6 @@ With SITE, the name of a node in that list or in the report, that site alone, an
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,10 +19,10 @@ from rich.text import Text
 from v41.errors import UnknownSite
 from v41.report import Decision, PassRun
 from v41.tools.hints import hint
+from v41.tools.json_output import print_json
+from v41.tools.nearest import choices
 from v41.tools.pass_runs import console_of, pass_named, told_of, troubled
 from v41.tools.report_view import decision_values
-
-LISTED = 20  # sites that an error names
 
 
 def why_not_command(arguments: Namespace) -> int:
@@ -32,7 +31,7 @@ def why_not_command(arguments: Namespace) -> int:
     assert run is not None
     sites = judged(run, arguments.site)
     if arguments.json:
-        print(json.dumps(values(run, sites), indent=1))
+        print_json("why-not", values(run, sites))
     else:
         for line in lines(run, sites):
             console.print(Text(line), soft_wrap=True)
@@ -46,8 +45,7 @@ def judged(run: PassRun, site: str | None) -> list[Decision]:
     found = [decision for decision in run.decisions if decision.node == site]
     if not found:
         names = [decision.node for decision in run.decisions]
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        known = ", ".join(names[:LISTED]) + more if names else "no site was judged"
+        known = choices(site, names) if names else "no site was judged"
         raise UnknownSite(f"v41 why-not {run.name}", run=run.name, site=site, known=known)
     return found
 

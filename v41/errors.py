@@ -144,3 +144,59 @@ class PlanBroken(V41Error):
 
     found = "a plan breaks a rule: it {rule}; {first} and {second}: {detail}"
     fix = "correct what wrote the plan (partition, or who moved pieces to streams); nothing of it has run"
+
+
+class UnknownModel(V41Error):
+    """facts: name, known (as text)."""
+
+    found = "there is no model {name!r}"
+    fix = "use a preset ({known}), a checkpoint folder, a folder that v41 capture wrote, or MODULE:FUNCTION"
+
+
+class FunctionUnusable(V41Error):
+    """facts: function, problem."""
+
+    found = "{function} gives no model: {problem}"
+    fix = "name an importable function without arguments that returns (model, inputs), inputs a tuple"
+
+
+class GraphNotWhole(V41Error):
+    """facts: reason."""
+
+    found = "Dynamo cannot trace the call as one graph: {reason}"
+    fix = "change the line it names, or capture a part of the model that it can trace"
+
+
+class RunUnreadable(V41Error):
+    """facts: reason."""
+
+    found = "the folder holds no run that this v41 reads: {reason}"
+    fix = "capture it again: v41 capture MODEL -o FOLDER"
+
+
+class RunNotWritten(V41Error):
+    """facts: problem."""
+
+    found = "the run cannot be written there: {problem}"
+    fix = "name a folder that is not there yet, or one that holds a run"
+
+
+class NeedsModel(V41Error):
+    """facts: what."""
+
+    found = "a saved run holds no graph, and {what} runs it"
+    fix = "name the model itself: a preset, a checkpoint folder or MODULE:FUNCTION"
+
+
+class UnknownNode(V41Error):
+    """facts: name, known (as text)."""
+
+    found = "no node, region, piece or line of the model is called {name!r}"
+    fix = "use a name that v41 partition, v41 diff or a report shows: {known}"
+
+
+class SizesMissing(V41Error):
+    """facts: sizes (as text)."""
+
+    found = "the program's work depends on sizes that have no number: {sizes}"
+    fix = "give each one: --size NAME=NUMBER"

@@ -17,7 +17,8 @@ from v41.plan import Plan
 from v41.tools.cli import main
 from v41.tools.inspect import capture, first_layers, role
 from v41.tools.inspect_changes import changes
-from v41.tools.inspect_command import values
+from v41.tools.run import run_of
+from v41.tools.run_folder import layer_values
 
 
 def small() -> V41Config:
@@ -35,8 +36,7 @@ def found(build: Build) -> list[dict[str, Any]]:
     torch._dynamo.reset()
     inspection = capture(build)
     assert [run.failure for run in inspection.report.passes if run.failure] == []
-    told: list[dict[str, Any]] = values(inspection)["layers"]
-    return told
+    return layer_values(run_of(inspection, "perturbed"))
 
 
 def brief(text: str) -> str:

@@ -79,8 +79,8 @@ def test_the_command_compares_with_a_file(
     """The capture is stood in for: what is read, printed and returned is under test."""
     now, saved = views(), tmp_path / "saved.json"
     saved.write_text(json.dumps({"layers": copy.deepcopy(now)}))
-    monkeypatch.setattr(inspect_command, "captured", lambda arguments, **_: None)
-    monkeypatch.setattr(inspect_command, "values", lambda inspection: {"layers": now})
+    monkeypatch.setattr(inspect_command, "run_named", lambda *_, **__: None)
+    monkeypatch.setattr(inspect_command, "layer_values", lambda run: now)
     assert main(["inspect", "--against", str(saved)]) == 0
     assert capsys.readouterr().out == "nothing differs\n"
     now[2]["regions"][0]["attrs"]["eps"] = "0.5"

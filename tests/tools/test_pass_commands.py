@@ -26,7 +26,12 @@ from v41.tools.inspect import first_layers
 from v41.tools.pass_runs import saved_runs
 
 Run = Callable[..., tuple[int, list[str], str]]
+FOLD = [each.name for each in PIPELINE].index("fold_sinkhorn")
 REFUSED = 'is refused by fold_sinkhorn: "keeps one eps"'
+
+
+def fold_of(made: list[PassRun]) -> PassRun:
+    return made[FOLD]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +64,8 @@ def test_passes_shows_every_pass_with_what_it_did(made: list[PassRun], run: Run)
     assert code == 0
     assert " ".join(table[0].split()) == "pass sites applied refused nodes regions launches a step ms"
     fold = next(line for line in table if line.startswith("fold_sinkhorn"))
-    before, after = made[1].nodes_before, made[1].nodes_after
-    launches = made[1].launches_before
+    before, after = fold_of(made).nodes_before, fold_of(made).nodes_after
+    launches = fold_of(made).launches_before
     assert fold.split()[1:-1] == f"3 2 1 {before} -> {after} 0 -> 2 {launches} -> {launches}".split()
     assert [line.split()[0] for line in table if line.startswith(("refused", "failed"))] == ["refused", "failed"]
     assert any(line.startswith("fail (off)") for line in table)
@@ -68,9 +73,11 @@ def test_passes_shows_every_pass_with_what_it_did(made: list[PassRun], run: Run)
 
 def test_passes_as_json_has_the_same_facts_and_nothing_else_on_stdout(made: list[PassRun], run: Run) -> None:
     code, out, _ = run("passes", "--json")
-    told = json.loads("\n".join(out))
+    facts = json.loads("\n".join(out))
+    told = facts["passes"]
+    assert facts["schema"] == "v41.passes.1" and facts["expected"] == []
     assert code == 0 and [each["name"] for each in told] == [each.name for each in made]
-    assert (told[1]["applied"], told[1]["refused"], told[1]["regions_after"]) == (2, 1, 2)
+    assert (told[FOLD]["applied"], told[FOLD]["refused"], told[FOLD]["regions_after"]) == (2, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +105,7 @@ def test_strictly_the_regions_are_those_of_the_config(
 
 
 def test_why_not_names_rule_node_line_and_hint(made: list[PassRun], run: Run) -> None:
-    refusal = next(decision for decision in made[1].decisions if not decision.applied)
+    refusal = next(decision for decision in fold_of(made).decisions if not decision.applied)
     code, told, _ = run("why-not", "fold_sinkhorn")
     assert code == 0 and told == [
         f"{refusal.node} {REFUSED}",
@@ -110,7 +117,7 @@ def test_why_not_names_rule_node_line_and_hint(made: list[PassRun], run: Run) ->
 
 
 def test_why_not_of_a_site_shows_that_site_alone_applied_or_not(made: list[PassRun], run: Run) -> None:
-    applied, refused = made[1].decisions[0], made[1].decisions[2]
+    applied, refused = fold_of(made).decisions[0], fold_of(made).decisions[2]
     assert run("why-not", "fold_sinkhorn", refused.node)[1][0] == f"{refused.node} {REFUSED}"
     _, told, _ = run("why-not", "fold_sinkhorn", applied.node)
     assert told[0] == f"{applied.node} is applied by fold_sinkhorn, as a region sinkhorn" and len(told) == 2
@@ -141,7 +148,7 @@ def test_diff_shows_what_changed_and_what_is_alike_once(run: Run) -> None:
 
 def test_diff_as_json_holds_every_change(made: list[PassRun], run: Run) -> None:
     told = json.loads("\n".join(run("diff", "fold_sinkhorn", "--json")[1]))
-    assert [Change(**each) for each in told["changes"]] == made[1].changes
+    assert [Change(**each) for each in told["changes"]] == fold_of(made).changes
 
 
 def test_a_rewired_node_is_shown_as_it_was_and_as_it_is() -> None:
@@ -157,11 +164,12 @@ def test_a_preset_is_captured_and_its_changes_are_asked_for_where_they_are_shown
 ) -> None:
     asked: list[bool] = []
 
-    def captured(arguments: Any, *, changes: bool = False) -> Any:
+    def run_named(arguments: Any, console: Any, *, changes: bool = False) -> Any:
         asked.append(changes)
-        return SimpleNamespace(report=SimpleNamespace(passes=made), config=V41Config.preset("tiny"))
+        kept = {run.name: run.changes for run in made}
+        return SimpleNamespace(report=SimpleNamespace(passes=made), by_config=None, changes=kept)
 
-    monkeypatch.setattr(pass_runs, "captured", captured)
+    monkeypatch.setattr(pass_runs, "run_named", run_named)
     for command in (["passes"], ["why-not", "fold_sinkhorn"], ["diff", "fold_sinkhorn"]):
         assert main(command) == 0
     assert asked == [False, False, True] and REFUSED in capsys.readouterr().out
@@ -171,7 +179,7 @@ def test_a_preset_is_captured_and_its_changes_are_asked_for_where_they_are_shown
 def test_an_unknown_pass_is_refused_with_those_that_there_are(
     source: str, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pass_runs, "capture", lambda build: pytest.fail("captured before the name was known"))
+    monkeypatch.setattr(pass_runs, "run_named", lambda *_, **__: pytest.fail("captured before the name was known"))
     for command in ("why-not", "diff"):
         code, told = (main([command, "fuse"]), []) if source == "a preset" else run(command, "fuse")[::2]
         text = told or capsys.readouterr().err
@@ -182,7 +190,7 @@ def test_an_unknown_pass_is_refused_with_those_that_there_are(
 def test_an_unknown_site_is_refused_with_those_that_there_are(made: list[PassRun], run: Run) -> None:
     code, out, told = run("why-not", "fold_sinkhorn", "view_999")
     assert (code, out) == (2, []) and "judged no site 'view_999'" in told
-    assert ", ".join(decision.node for decision in made[1].decisions) in told
+    assert ", ".join(decision.node for decision in fold_of(made).decisions) in told
     assert "no site was judged" in run("why-not", "canonicalize", "x")[2]
 
 
@@ -203,10 +211,10 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a pass without decisions": lambda saved: saved["graph"]["passes"][0].pop("decisions"),
     "a name that is none": lambda saved: saved["graph"]["passes"][0].update(name=3),
     "nodes that are no number": lambda saved: saved["graph"]["passes"][0].update(nodes_before="many"),
-    "a decision without a rule": lambda saved: saved["graph"]["passes"][1]["decisions"][0].pop("rule"),
-    "a verdict that is none": lambda saved: saved["graph"]["passes"][1]["decisions"][0].update(applied="yes"),
-    "a site without a name": lambda saved: saved["graph"]["passes"][1]["decisions"][0].update(node=None),
-    "a change that is a number": lambda saved: saved["graph"]["passes"][1]["changes"].append(3),
+    "a decision without a rule": lambda saved: saved["graph"]["passes"][FOLD]["decisions"][0].pop("rule"),
+    "a verdict that is none": lambda saved: saved["graph"]["passes"][FOLD]["decisions"][0].update(applied="yes"),
+    "a site without a name": lambda saved: saved["graph"]["passes"][FOLD]["decisions"][0].update(node=None),
+    "a change that is a number": lambda saved: saved["graph"]["passes"][FOLD]["changes"].append(3),
 }
 
 
@@ -235,7 +243,7 @@ def test_hints_are_of_rules_that_there_are_and_every_rule_of_these_passes_has_on
     by_kind = [kinds.values() if isinstance(kinds, dict) else (kinds,) for kinds in rules]
     sentences = {rule for kinds in by_kind for of_kind in kinds for rule, _ in of_kind}
     assert HINTS.keys() == sentences
-    assert hint(made[1].decisions[2]) != GENERAL
+    assert hint(fold_of(made).decisions[2]) != GENERAL
 
 
 @pytest.mark.slow
@@ -244,7 +252,7 @@ def test_the_tiny_preset_from_capture_to_file(tmp_path: Path, capsys: pytest.Cap
     saved = tmp_path / "tiny.json"
     saved.write_text(capsys.readouterr().out)
     assert main(["passes", "--run", str(saved), "--strict", "--json"]) == 0
-    told = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    told = {each["name"]: each for each in json.loads(capsys.readouterr().out)["passes"]}
     mhc = told["outline_mhc"]
     regions = [decision["region"]["kind"] for decision in mhc["decisions"]]
     config = V41Config.preset("tiny")

@@ -1,0 +1,170 @@
+"""A captured run is kept whole or not at all, and read back as it was; every name of a model is found or explained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.small_models import run_of_balanced
+from v41.errors import RunNotWritten, RunUnreadable
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
+from v41.plan import Plan
+from v41.tools import run_folder, sources
+from v41.tools.cli import main
+from v41.tools.inspect import capture, first_layers
+from v41.tools.run import Run, run_of
+from v41.tools.run_folder import MAIN, load, run_values, save
+
+HERE = "tests.tools.small_models"
+PARTS = ("nodes", "work", "kernels", "changes")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save(run_of_balanced(), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def check_same(again: Run, run: Run) -> None:
+    assert run_values(again) == run_values(run)
+    assert again.plan.to_json() == run.plan.to_json() and again.config == run.config
+    assert [getattr(again, part) for part in PARTS] == [getattr(run, part) for part in PARTS]
+    assert again.by_config == run.by_config and again.layer_of == run.layer_of
+
+
+def test_a_run_is_read_as_it_was_saved(folder: Path) -> None:
+    check_same(load(folder), run_of_balanced())
+    save(load(folder), folder.with_name("again"))
+    for path in folder.iterdir():
+        assert path.read_text() == (folder.with_name("again") / path.name).read_text()
+
+
+@pytest.mark.slow
+def test_a_run_of_the_model_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    config = first_layers(V41Config.preset("tiny"), 2)
+    run = run_of(capture(lambda: V41ForCausalLM(config)), "preset tiny, 2 layers")
+    save(run, tmp_path / "run")
+    again = load(tmp_path / "run")
+    check_same(again, run)
+    assert again.config == config and again.changes is None
+    kinds = [region.attrs for view in again.layers for region in view.regions]
+    assert kinds == [region.attrs for view in run.layers for region in view.regions]
+    assert any(kernel.launches for kernel in again.kernels)
+
+
+def test_the_command_keeps_a_model_of_ones_own_and_all_others_read_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "new" / "run"
+    assert main(["capture", f"{HERE}:balanced", "-o", str(kept)]) == 0
+    assert capsys.readouterr().out.startswith(f"captured {HERE}:balanced: 2 pieces, 2 artifacts, 2 regions, 0 kernels")
+    assert sorted(kept.parent.iterdir()) == [kept]
+    for command in (["inspect", str(kept)], ["passes", "--run", str(kept)], ["diff", "fold_sinkhorn", "-m", str(kept)]):
+        assert main(command) == 0
+        assert "fold_sinkhorn" in capsys.readouterr().out
+    assert main(["inspect", str(kept), "--json", "--changes"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema"] == "v41.inspect.1" and Plan.from_json(json.dumps(told["plan"])).pieces
+    changed = [each["name"] for each in told["graph"]["passes"] if each["changes"]]
+    assert "fold_sinkhorn" in changed and told["regions"]["by_config"] is None
+    assert main(["inspect", str(kept), "--against", str(kept)]) == 0
+    assert capsys.readouterr().out == "nothing differs\n"
+
+
+def test_strictly_a_refusal_is_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["capture", f"{HERE}:unbalanced", "-o", str(tmp_path / "run")]
+    assert [main(command), main([*command, "--strict"])] == [0, 1]
+    assert [main(["inspect", command[-1]]), main(["inspect", command[-1], "--strict"])] == [0, 1]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("disk full")])
+@pytest.mark.parametrize("at", ["write", "move"])
+def test_what_is_broken_off_leaves_the_folder_as_it_was(
+    stop: Any, at: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    (kind, name), calls = {"write": (Path, "write_text"), "move": (Path, "rename")}[at], list[Path]()
+    real = getattr(kind, name)
+
+    def broken(path: Path, *given: Any) -> Any:
+        calls.append(path)
+        if len(calls) == 2:
+            raise stop
+        return real(path, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, name, broken)
+        with pytest.raises(KeyboardInterrupt if stop is KeyboardInterrupt else RunNotWritten):
+            save(run_of_balanced(flawed=True), folder)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == before
+    assert sorted(folder.parent.iterdir()) == [folder]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("three years")
+    with pytest.raises(RunNotWritten, match="holds no run"):
+        save(run_of_balanced(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+DAMAGES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "another schema": (MAIN, lambda facts: facts.update(schema="v41.run.0")),
+    "no schema": ("nodes.json", lambda facts: facts.pop("schema")),
+    "no graph": (MAIN, lambda facts: facts.pop("graph")),
+    "a layer of a piece that is not there": (MAIN, lambda facts: facts["layers"][1]["pieces"][0].update(name="x")),
+    "a plan of something else": ("plan.json", lambda facts: facts.update(plan=[])),
+    "a line that is not there": ("nodes.json", lambda facts: facts["nodes"][0].update(source=10**6)),
+    "work without a kind": ("work.json", lambda facts: facts["work"][0].pop("kind")),
+    "a kernel that is a number": ("kernels.json", lambda facts: facts.update(kernels=[3])),
+    "changes that are none": ("changes.json", lambda facts: facts.update(changes=[])),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run_is_refused_with_its_file(damage: str, folder: Path) -> None:
+    name, change = DAMAGES[damage]
+    facts = json.loads((folder / name).read_text())
+    change(facts)
+    (folder / name).write_text(json.dumps(facts))
+    with pytest.raises(RunUnreadable) as refusal:
+        run = load(folder)
+        assert [getattr(run, part) for part in PARTS]
+    assert str(folder / name) in str(refusal.value) and "v41 capture" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "nodes.json", MAIN])
+def test_half_a_file_is_refused(name: str, folder: Path) -> None:
+    (folder / name).write_text((folder / name).read_text()[:200])
+    with pytest.raises(RunUnreadable):
+        assert load(folder).nodes
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [("flsh", "flash, the nearest"), ("no_such:function", "ModuleNotFoundError"), (f"{HERE}:balance", "AttributeError"),
+     (f"{HERE}:no_pair", "it returned a Tensor"), (f"{HERE}:raises", "no weights here"),
+     (f"{HERE}:cut", "cannot trace the call as one graph")],
+)  # fmt: skip
+def test_what_is_no_model_is_explained(model: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", model]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err and not captured.out and "Traceback" not in captured.err
+
+
+def test_a_checkpoint_folder_is_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = V41Config.preset("tiny")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    built: list[V41Config] = []
+    monkeypatch.setattr(sources, "step_of", lambda build: built.append(build().config))
+    model = sources.model_named(str(tmp_path), 2)
+    model.make()
+    assert built == [first_layers(config, 2)] and model.name == f"checkpoint {tmp_path.name}, 2 layers"
+
+
+def test_every_file_says_its_schema(folder: Path) -> None:
+    assert {json.loads(path.read_text())["schema"] for path in folder.iterdir()} == {run_folder.SCHEMA}

@@ -1,0 +1,58 @@
+"""`v41 capture MODEL -o RUN`: what the compiler makes of a model, kept in a folder that all other commands read.
+
+    captured preset flash: 184 pieces, 23 artifacts, 80 regions, 5 kernels in 97 s
+    kept in  run/  14.2 MiB: config, plan, nodes, work, kernels, changes; no weights
+    look     v41 inspect run/    v41 cost run/ --tokens 1,128,4096    v41 explain NODE -m run/
+
+A later capture into the same folder takes its place at once; one that is broken off leaves it as it was.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from v41.tools.json_output import print_json
+from v41.tools.pass_runs import console_of, troubled
+from v41.tools.run import Run
+from v41.tools.run_folder import save
+from v41.tools.sources import captured
+
+
+def capture_command(arguments: Namespace) -> int:
+    console = console_of(arguments)
+    run, folder = captured(arguments, console, changes=True), Path(arguments.out)
+    with console.status("generate kernels, write"):
+        save(run, folder)
+    told = values(run, folder)
+    if arguments.json:
+        print_json("capture", told)
+    else:
+        for line in lines(told):
+            console.print(Text(line), soft_wrap=True)
+    return int(arguments.strict and any(map(troubled, run.report.passes)))
+
+
+def values(run: Run, folder: Path) -> dict[str, Any]:
+    return {
+        "source": run.source,
+        "folder": str(folder),
+        "bytes": sum(path.stat().st_size for path in folder.iterdir()),
+        "pieces": len(run.plan.pieces),
+        "artifacts": len(run.plan.keys),
+        "regions": run.report.passes[-1].regions_after,
+        "kernels": sum(kernel.refusal is None for kernel in run.kernels),
+        "seconds": run.seconds["total"],
+    }
+
+
+def lines(told: dict[str, Any]) -> Iterator[str]:
+    folder, counted = told["folder"], ("pieces", "artifacts", "regions", "kernels")
+    counts = ", ".join(f"{told[name]} {name}" for name in counted)
+    yield f"captured {told['source']}: {counts} in {told['seconds']:.0f} s"
+    yield f"kept in  {folder}  {told['bytes'] / 2**20:.1f} MiB, no weights"
+    yield f"look     v41 inspect {folder}    v41 cost {folder} --tokens 1,128,4096    v41 explain NODE -m {folder}"

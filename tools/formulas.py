@@ -1,0 +1,71 @@
+"""formulas: sizes and bytes as texts over symbols, worked out for numbers without running them as Python.
+
+    evaluate("5120*u0 + min(384, 6*u0)", {"u0": 16})    82016
+
+What sympy and torch print is what is read: + - * / // % **, min, max, floor and ceiling, in either's spelling. Texts
+come from files, hence no eval.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+Number = int | Fraction
+
+OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda a, b: Fraction(a) / b,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+}
+CALLS: dict[str, Callable[..., Any]] = {
+    **{"min": min, "max": max, "Min": min, "Max": max, "Mod": operator.mod},
+    **{"floor": math.floor, "ceil": math.ceil, "ceiling": math.ceil, "trunc": math.trunc},
+    **{"FloorDiv": operator.floordiv, "CeilDiv": lambda a, b: -(-a // b), "PythonMod": operator.mod},
+}
+
+
+def evaluate(text: str, symbols: Mapping[str, int]) -> int:
+    """The number, rounded up. KeyError for a symbol without a value, ValueError for what is no formula."""
+    try:
+        return math.ceil(_value(_parsed(text), symbols))
+    except (SyntaxError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"no formula: {text!r}") from error
+
+
+def symbols_in(text: str) -> frozenset[str]:
+    """Names of what a formula needs values of."""
+    calls = {node.func for node in ast.walk(_parsed(text)) if isinstance(node, ast.Call)}
+    modules = {node.value for node in ast.walk(_parsed(text)) if isinstance(node, ast.Attribute)}
+    names = (node for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name))
+    return frozenset(node.id for node in names if node not in calls and node not in modules)
+
+
+@cache
+def _parsed(text: str) -> ast.AST:
+    return ast.parse(text, mode="eval").body
+
+
+def _value(node: ast.AST, symbols: Mapping[str, int]) -> Number:
+    match node:
+        case ast.Constant(value=int() as number):
+            return number
+        case ast.Name(id=name):
+            return symbols[name]
+        case ast.UnaryOp(op=op, operand=operand):
+            return OPERATIONS[type(op)](_value(operand, symbols))
+        case ast.BinOp(left=left, op=op, right=right):
+            return OPERATIONS[type(op)](_value(left, symbols), _value(right, symbols))
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=arguments) if name in CALLS:
+            return CALLS[name](*(_value(each, symbols) for each in arguments))
+    raise ValueError(f"no formula: {ast.unparse(node)!r}")

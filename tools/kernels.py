@@ -1,0 +1,123 @@
+"""kernels: the generated kernels of a plan, as they would be on a GPU: text, the pieces that run each, its launches.
+
+    mhc_boundary_3fa2b1c7   pieces piece_4, piece_8, ...   rows 1: grid of 1 x 40, 4 warps   rows 64: ...
+
+Made from the pieces' bodies alone, so no GPU need be there: outside of one a program runs its ATen nodes, and this is
+what it would launch. `sizes_of` then compiles them for a GPU by name, in another process (lowering/cross_compile.py).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from v41._compat import without_storage
+from v41.lowering.cross_compile import Facts, Request, compile_for
+from v41.lowering.generated import GeneratedPiece, generate_piece
+from v41.lowering.rowwise.launch import Kernel
+from v41.passes.pipeline import CUT_AT, ROW_KERNELS
+from v41.plan import Piece, Plan
+from v41.regions import cuts, region_of, regions
+
+ROWS = (1, 64, 4096)  # for which launches are told
+POINTER = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8",
+    torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """One launch of a step of `rows`: Triton's names of its arguments' types, constants and options."""
+
+    rows: int
+    grid: tuple[int, ...]
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """What the pieces `pieces` would run; `source` and `launches` are empty where `refusal` says why there is none."""
+
+    name: str
+    regions: tuple[str, ...]
+    pieces: tuple[str, ...]
+    source: str
+    launches: tuple[LaunchFacts, ...]
+    refusal: str | None = None
+
+
+def kernels_of(plan: Plan) -> list[KernelFacts]:
+    """One for each artifact of regions that get a kernel of their own, in order of its first piece."""
+    pieces = {piece.name: piece for piece in plan.pieces}
+    found = (_kernel(pieces[names[0]], names) for names in plan.keys.values())
+    return [each for each in found if each is not None]
+
+
+def _kernel(piece: Piece, names: Sequence[str]) -> KernelFacts | None:
+    of_piece = [region_of(call) for call in regions(piece.body)]
+    kinds = dict.fromkeys(region.kind for region in of_piece if cuts(region, (*CUT_AT, *ROW_KERNELS)))
+    if not kinds:
+        return None
+    told = tuple(region.name for region in of_piece)
+    made = generate_piece(piece.body, "_".join(kinds), piece.name)
+    if not isinstance(made, GeneratedPiece):
+        return KernelFacts("_".join(kinds), told, tuple(names), "", (), f"{made.node} ({made.op}) {made.reason}")
+    return KernelFacts(made.kernel.name, told, tuple(names), made.kernel.source, tuple(launches_of(made.kernel)))
+
+
+def launches_of(kernel: Kernel, rows: Sequence[int] = ROWS) -> Iterator[LaunchFacts]:
+    """What steps of `rows` launch, as on a GPU with all the shared memory it asks for."""
+    names = kernel.function.arg_names
+    for count in rows:
+        with without_storage():
+            given = [
+                None if what is None else torch.empty([count if n is None else n for n in what.shape], dtype=what.dtype)
+                for what in kernel.inputs
+            ]
+            call = kernel.prepare(given)
+        types = ["i32" if isinstance(arg, int) else POINTER[arg.dtype] for arg in call.arguments]
+        signature = dict(zip(names, types, strict=False))
+        for grid, constants in call.launches:
+            yield LaunchFacts(count, tuple(grid), signature, dict(constants), dict(call.options))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel's launch, compiled."""
+
+    kernel: str
+    rows: int
+    constants: dict[str, Any]
+    facts: Facts
+
+
+def compiled(
+    kernels: Sequence[KernelFacts], arch: str, rows: Sequence[int], told: Callable[[str], None] = lambda name: None
+) -> Iterator[Compiled]:
+    """Every different launch of `kernels` at `rows`, compiled for `arch`. KernelDoesNotCompile where one is not.
+
+    Launches that differ in their grid alone are one. told: hears the name of each kernel when its turn comes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for kernel in kernels:
+            told(kernel.name)
+            path = Path(folder, f"{kernel.name}.py")
+            path.write_text(kernel.source)
+            asked: dict[str, tuple[int, Request]] = {}
+            for launch in kernel.launches:
+                if launch.rows in rows:
+                    request = Request(str(path), kernel.name, launch.signature, launch.constants, arch, (),
+                                      launch.options)  # fmt: skip
+                    asked.setdefault(repr(request), (launch.rows, request))
+            facts = compile_for([request for _, request in asked.values()])
+            for (count, request), each in zip(asked.values(), facts, strict=True):
+                yield Compiled(kernel.name, count, dict(request.constants), each)

@@ -1,0 +1,103 @@
+"""sources: what MODEL means on the command line, and the Run of it.
+
+tiny, bench, flash      a preset, on tensors without storage
+FOLDER                  of a released checkpoint: its config.json alone is read, no weights
+FOLDER or FILE          what `v41 capture` wrote, or, for what passes did, `v41 inspect --json`
+MODULE:FUNCTION         a function of yours, without arguments, that returns (model, inputs); imported from here
+
+run_named(arguments, console)       reads or captures it
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from v41.errors import FunctionUnusable, NeedsModel, UnknownModel
+from v41.model_def.config import PRESETS, V41Config
+from v41.model_def.model import V41ForCausalLM
+from v41.report import collect
+from v41.tools.inspect import Inspection, capture_call, first_layers, step_of
+from v41.tools.nearest import choices
+from v41.tools.run import Run, run_of
+from v41.tools.run_folder import MAIN, load
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that can be captured. `make` returns it with the inputs of a call."""
+
+    name: str  # "preset flash, 3 layers"
+    make: Callable[[], tuple[nn.Module, Sequence[Any]]]
+
+
+def run_named(arguments: Namespace, console: Console, *, changes: bool = False) -> Run:
+    """The run that `arguments` name, read or captured now; with what passes changed, where `changes`."""
+    if is_run(arguments.model):
+        return load(Path(arguments.model))
+    return captured(arguments, console, changes=changes)
+
+
+def is_run(name: str) -> bool:
+    return (Path(name) / MAIN).is_file()
+
+
+def captured(arguments: Namespace, console: Console, *, changes: bool = False) -> Run:
+    """The model of `arguments`, captured. The changes are kept in memory for as long as the result is."""
+    model = model_named(arguments.model, arguments.layers)
+    return run_of(inspected(model, console, changes=changes), model.name)
+
+
+def inspected(model: Model, console: Console, *, changes: bool = False, verify: bool | str = False) -> Inspection:
+    """`model` through capture and passes; the console shows the phase."""
+    with console.status("capture") as status, collect(programs=changes):
+        return capture_call(model.make, verify=verify, told=lambda phase: status.update(f"capture: {phase}"))
+
+
+def model_named(name: str, layers: int | None = None) -> Model:
+    """The model of that name, cut to its first `layers`. UnknownModel says what names there are, and the nearest."""
+    if is_run(name):
+        raise NeedsModel(name, what="this command")
+    if name in PRESETS:
+        return _of_config(f"preset {name}", V41Config.preset(name), layers)
+    if Path(name).is_dir():
+        return _of_config(f"checkpoint {Path(name).name}", V41Config.from_json(name), layers)
+    if ":" in name:
+        return Model(name, lambda: call_of(name))
+    raise UnknownModel("v41 MODEL", name=name, known=choices(name, PRESETS))
+
+
+def _of_config(name: str, config: V41Config, layers: int | None) -> Model:
+    cut = first_layers(config, layers or config.num_hidden_layers)
+    told = name if cut is config else f"{name}, {layers} layers"
+    return Model(told, lambda: step_of(lambda: V41ForCausalLM(cut)))
+
+
+def call_of(name: str) -> tuple[nn.Module, Sequence[Any]]:
+    """What the function MODULE:FUNCTION returns. FunctionUnusable where it is no such pair."""
+    module, _, function = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        made = getattr(import_module(module), function)()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise FunctionUnusable(name, function=name, problem=f"{type(error).__name__}: {error}") from error
+    match made:
+        case (nn.Module() as model, (tuple() | list()) as inputs):
+            return model.eval(), inputs
+    raise FunctionUnusable(name, function=name, problem=f"it returned {_spelled(made)}")
+
+
+def _spelled(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(each).__name__ for each in value)})"
+    return f"a {type(value).__name__}"
