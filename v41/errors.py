@@ -200,3 +200,40 @@ class SizesMissing(V41Error):
 
     found = "the program's work depends on sizes that have no number: {sizes}"
     fix = "give each one: --size NAME=NUMBER"
+
+
+class UnknownGPU(V41Error):
+    """facts: name, known (as text)."""
+
+    found = "no figures are known of a GPU {name!r}"
+    fix = "use one of: {known}"
+
+
+class PeerStalled(V41Error):
+    """facts: rank (that waited), peer (for whom), epoch (how many calls of this kind there were), seconds."""
+
+    found = (
+        "rank {rank} waited {seconds} s for rank {peer}, in call {epoch} of its kind; results since then are garbage"
+    )
+    fix = "see what rank {peer} does (it failed, hangs, or runs another program); then start all ranks anew"
+
+
+class ChannelsFull(V41Error):
+    """facts: words (asked for), left (words of the workspace)."""
+
+    found = "a kernel asks for {words} words that ranks share, and {left} are left"
+    fix = "make the workspace larger (symmetric.workspace(..., rows=...)), or run fewer streams"
+
+
+class NoWorkspace(V41Error):
+    """facts: kernel."""
+
+    found = "kernel {kernel} adds over ranks and was given no memory that they share"
+    fix = "bind a workspace of the group before the first call"
+
+
+class NotSymmetric(V41Error):
+    """facts: reason."""
+
+    found = "ranks of this group cannot write each other's memory: {reason}"
+    fix = "run one host's GPUs that reach each other (NVLink), or leave the collective as it is"

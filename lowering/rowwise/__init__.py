@@ -33,7 +33,7 @@ __all__ = ["GeneratedKernel", "HeldKernel", "Kernel", "Schedule", "Unsupported",
 
 BLOCK = 64  # columns of a chunk: fixed, since the order of every sum follows from it
 SPELLED = 1500  # operations of a kernel without loops
-LONG = 10_240  # elements of a row's largest tensor, above which programs share the row
+LONG = 20_480  # elements of a row's largest tensor, above which programs share the row
 
 
 @dataclass(frozen=True)

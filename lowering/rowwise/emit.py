@@ -38,6 +38,11 @@ class Emitter:
     """Writes one kernel. `block` is BLOCK, the columns of a chunk: part of what the kernel computes, not of its
     schedule."""
 
+    more: tuple[str, ...] = ()  # arguments of a kernel that does more than this one writes; `any_value` of them are
+    any_value: tuple[str, ...] = ()  # numbers that Triton must not specialise for
+    more_constants: tuple[str, ...] = ()
+    helpers = ""  # functions behind those of the prelude
+
     def __init__(self, phases: Phases, block: int) -> None:
         self.phases, self.program, self.block = phases, phases.program, block
         self.width = self.program.axes.width
@@ -62,9 +67,11 @@ class Emitter:
         """The function's text, imports and helpers in front."""
         pointers = [f"{tensor.name}_ptr" for tensor in [*filter(None, self.program.inputs), *self._outputs()]]
         scratch = [f"scratch_{slot}_ptr" for slot in range(len(self.phases.scratch))]
-        arguments = ", ".join([*pointers, *scratch, "partials", "totals", "counters", "T"])
-        tuned = ", ".join(f"{c}: tl.constexpr" for c in ("ROWS", "GROUP", "PARTS", "TAIL", "STAGES", "STEP", "SHARE"))
-        self.lines = ['@triton.jit(do_not_specialize=["T"])', f"def {name}({arguments},", f"{' ' * 8}{tuned}):"]
+        arguments = ", ".join([*pointers, *scratch, "partials", "totals", "counters", *self.more, "T"])
+        names = ("ROWS", "GROUP", "PARTS", "TAIL", "STAGES", "STEP", "SHARE", *self.more_constants)
+        tuned = ", ".join(f"{c}: tl.constexpr" for c in names)
+        self.lines = [f"@triton.jit(do_not_specialize={['T', *self.any_value]})".replace("'", '"'),
+                      f"def {name}({arguments},", f"{' ' * 8}{tuned}):"]  # fmt: skip
         self.say("tile = tl.program_id(0)", "part = tl.program_id(1)", "lane = tl.arange(0, ROWS)[:, None]",
                  "row = (tile * ROWS + lane).to(tl.int64)", "live = row < T",
                  "across = tl.arange(0, ROWS)[None, :]")  # fmt: skip
@@ -73,9 +80,13 @@ class Emitter:
                 self.say(f"{group.name}_slot = tl.arange(0, {group.width})[:, None]")
                 if group.project is not None:
                     self.say(f"{group.name}_inside = settle({group.name}_slot) < {group.outputs}")
+        self._before()
         self._first_phase()
         self._rest()
-        return PRELUDE + "\n\n" + "\n".join(self.lines) + "\n"
+        return PRELUDE + self.helpers + "\n\n" + "\n".join(self.lines) + "\n"
+
+    def _before(self) -> None:
+        """What a program does before its first phase: nothing here."""
 
     def _outputs(self) -> list[Tensor]:
         return [tensor for tensor, _ in self.program.outputs]
@@ -288,11 +299,15 @@ class Emitter:
         done: set[Expr] = set()
         overwritten = {where for _, where in phase.stores}
         for expr in phase.tiles:
-            if phase.reloads.get(expr) in overwritten:  # before any store of this pass
+            if phase.reloads.get(expr) in overwritten or self._early(expr):  # before any store of this pass
                 self._tiles(expr, phase, done, masked)
         for expr, act in sorted(steps, key=lambda step: place[step[0]]):
             self._tiles(expr, phase, done, masked)
             act()
+
+    def _early(self, expr: Expr) -> bool:
+        """Whether a pass begins with this tile."""
+        return False
 
     def _tiles(self, expr: Expr, phase: Phase, done: set[Expr], masked: bool) -> None:
         """`expr` and what it needs that is not there yet."""

@@ -50,12 +50,12 @@ class Kernel:
     source: str
     inputs: list[Described | None]  # None: a number that the kernel does not need
     outputs: list[Described]
-    _function: Any = field(default=None, kw_only=True)
+    _module: Any = field(default=None, kw_only=True)
     _arrivals: Arrivals = field(default_factory=lambda: Arrivals({}, {}), kw_only=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs: not the module that was loaded, nor counters on a device."""
-        return self.__dict__ | {"_function": None, "_arrivals": Arrivals({}, {})}
+        return self.__dict__ | {"_module": None, "_arrivals": Arrivals({}, {})}
 
     @property
     def path(self) -> Path:
@@ -69,15 +69,19 @@ class Kernel:
         return path
 
     @property
-    def function(self) -> Any:
-        """The jitted kernel."""
-        if self._function is None:
+    def module(self) -> Any:
+        """The file, loaded."""
+        if self._module is None:
             spec = importlib.util.spec_from_file_location(self.path.stem, self.path)
             assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            self._function = getattr(module, self.name)
-        return self._function
+            self._module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(self._module)
+        return self._module
+
+    @property
+    def function(self) -> Any:
+        """The jitted kernel."""
+        return getattr(self.module, self.name)
 
     def launch(self, *tensors: Any, schedule: Any = None) -> tuple[Tensor, ...]:
         """The body's outputs. `schedule` overrides the choice by rows."""
@@ -87,9 +91,7 @@ class Kernel:
 
     def run(self, call: Call) -> list[Any]:
         """Launches `call`; what Triton compiled for each launch: registers, spills, shared memory, text."""
-        return [
-            self.function[grid](*call.arguments, **constants, **call.options) for grid, constants in call.launches
-        ]
+        return [self.function[grid](*call.arguments, **constants, **call.options) for grid, constants in call.launches]
 
     def prepare(self, tensors: Sequence[Any], schedule: Any = None) -> Call:
         """The launch for `tensors`, outputs and scratch allocated."""

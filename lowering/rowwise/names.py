@@ -28,7 +28,7 @@ SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", tor
 LONG = {"convert_element_type": "cast", "split_with_sizes": "split"}  # nodes whose names say more than they need
 RESERVED = {"tl", "triton", "libdevice", "T", "tile", "part", "row", "lane", "live", "cols", "chunk", "step", "last",
             "arrived", "columns", "partials", "counters", "scratch", "first", "sub", "inside", "block", "sums", "total",
-            "column", "depth", "across", "turn", "place"}  # fmt: skip
+            "column", "depth", "across", "turn", "place", "mail"}  # fmt: skip
 
 
 class Names:

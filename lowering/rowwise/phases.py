@@ -91,7 +91,8 @@ def _collect(phases: Phases, index: int, roots: Iterable[Expr], order: list[Expr
         expr = stack.pop()
         if expr in need or expr in phase.reloads:
             continue
-        if depth[expr] < index and expr.op != "load" and _narrowest(expr) is expr:
+        once = expr.op == "load" and expr.data[0] == phases.program.once
+        if depth[expr] < index and (expr.op != "load" or once) and _narrowest(expr) is expr:
             place = _spill(phases, index, expr)
             if place is not None:
                 phase.reloads[expr] = place
@@ -109,9 +110,10 @@ def _spill(phases: Phases, index: int, expr: Expr) -> Place | None:
     """Where `expr` is read back from in phase `index`, or None where computing it again moves fewer bytes."""
     earlier = phases.each[phases.depth[expr]]
     kept = next((place for tile, place in earlier.stores if tile is expr), None)
-    again = sum(load.dtype.itemsize for load in reachable([expr], phases.program.builder.order) if load.op == "load" and
-                load.wide and load.row)  # fmt: skip
-    if not expr.row or expr.dtype.itemsize * (1 if kept else 2) >= again:
+    loads = [load for load in reachable([expr], phases.program.builder.order) if load.op == "load"]
+    again = sum(load.dtype.itemsize for load in loads if load.wide and load.row)
+    once = any(load.data[0] == phases.program.once for load in loads)
+    if not expr.row or (expr.dtype.itemsize * (1 if kept else 2) >= again and not once):
         return None
     if kept is None:
         kept = _free_output(phases, index, expr)

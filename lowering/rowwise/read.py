@@ -65,6 +65,7 @@ class Program:
     rows: int | torch.SymInt | None = None  # the size of the row axis
     inputs: list[Tensor | None] = field(default_factory=list)
     outputs: list[tuple[Tensor, Value]] = field(default_factory=list)
+    once: int = -1  # the input that the first phase alone can read, if there is one
 
 
 class NotRowwise(Refused):
