@@ -201,5 +201,5 @@ def test_what_neither_way_reads_is_refused_with_the_reason_of_the_first() -> Non
 
 def test_short_rows_are_held_and_long_ones_passed_over() -> None:
     norm = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-    short, long = (generate(trace(norm, torch.randn(7, width), backed=True)) for width in (96, 12288))
+    short, long = (generate(trace(norm, torch.randn(7, width), backed=True)) for width in (96, 24576))
     assert isinstance(short, HeldKernel) and not isinstance(long, HeldKernel) and isinstance(long, Kernel)
