@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from v41.model_def.config import V41Config
 
 GROUP = 32  # channels under one scale of an fp8 or fp4 tensor
-LARGEST_TABLE = 1 << 32  # rows a table; nobody looks for primes beyond
+LARGEST_NUMBER = 2**63  # of those that a tensor is multiplied with
+LARGEST_SIZE = 2**24  # of what has no line of its own below: tables of Python and of torch are made of that length
+LARGEST = {  # far more than a model has, and still soon counted; of Engram's tables nobody looks for primes beyond
+    "n_routed_experts": 2**14, "hc_mult": 2**10, "hc_sinkhorn_iters": 2**12, "engram_max_ngram_size": 64,
+    "engram_n_heads": 256, "engram_vocab_size": 2**32, "max_position_embeddings": 2**40,
+    **dict.fromkeys(("rope_theta", "compress_rope_theta", "swiglu_limit", "routed_scaling_factor"), LARGEST_NUMBER)}
 SUPPORTED = {  # fields of a released file that have one value here
     "num_key_value_heads": 1, "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu",
     "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True, "n_shared_experts": 1}
@@ -61,6 +66,12 @@ def is_unknown_storage(c: V41Config) -> str | None:
 
 def is_not_positive(c: V41Config) -> str | None:
     return first(f"{name} is {getattr(c, name)}" for name in POSITIVE if not 0 < getattr(c, name) < math.inf)
+
+
+def is_beyond_reach(c: V41Config) -> str | None:
+    most = {name: LARGEST.get(name, LARGEST_SIZE) for name in (*POSITIVE, "engram_max_ngram_size")}
+    return first(f"{name} is {getattr(c, name)}, beyond {limit}" for name, limit in most.items()
+                 if limit < getattr(c, name) < math.inf)
 
 
 def has_too_few_ratios(c: V41Config) -> str | None:
@@ -150,7 +161,7 @@ def rotates_more_than_a_head(c: V41Config) -> str | None:
 def scales_less_than_nothing(c: V41Config) -> str | None:
     s = c.rope_scaling
     numbers = (s.factor, s.beta_fast, s.beta_slow, s.original_max_position_embeddings)
-    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+    if not all(type(number) in (int, float) and abs(number) <= LARGEST_NUMBER for number in numbers):
         return str(s)
     if not c.compress_rope_theta > 1:
         return f"compress_rope_theta is {c.compress_rope_theta}, all pairs turn alike or slower ones faster"
@@ -183,10 +194,9 @@ def has_no_ngram(c: V41Config) -> str | None:
 
 
 def sizes_are_not_the_primes(c: V41Config) -> str | None:
-    if counts_other_tables(c) or has_no_ngram(c) or min(c.engram_vocab_size, c.engram_n_heads) <= 0:
+    nothing = min(c.engram_vocab_size, c.engram_n_heads) <= 0
+    if counts_other_tables(c) or has_no_ngram(c) or nothing or is_beyond_reach(c):
         return None
-    if c.engram_vocab_size > LARGEST_TABLE:
-        return f"engram_vocab_size is {c.engram_vocab_size}, beyond {LARGEST_TABLE}"
     tables = (c.engram_max_ngram_size - 1) * c.engram_n_heads
     sums = [sum(primes) for primes in table_primes(len(c.engram_layer_ids), tables, c.engram_vocab_size)]
     given = list(c.engram_num_embeddings)
@@ -213,6 +223,7 @@ RULES: tuple[tuple[str, Callable[[V41Config], str | None]], ...] = (
     ("a field with one supported value has it", reads_another_value),
     ("storage and replay have a known name", is_unknown_storage),
     ("sizes, limits and eps are positive", is_not_positive),
+    ("sizes and counts are such as can be made", is_beyond_reach),
     ("every layer has a ratio", has_too_few_ratios),
     ("a ratio is 0, 1 or 2", has_unknown_ratio),
     ("layer lists are ascending layers of the model", lists_a_layer_out_of_order),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import fields
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,12 +20,21 @@ from tests.strategies.configs import configs
 from v41.model_def.config import FLAT_NAMES, BoundarySites, RopeScaling, V41Config
 from v41.model_def.config_rules import RULES, broken_rules
 from v41.model_def.engram_constants import PCG64, is_prime, multipliers, table_offsets, table_primes
-from v41.model_def.errors import CheckpointFileError, ConfigError, ConfigFileError, FileUnreadable, UnknownPreset
+from v41.model_def.errors import (
+    CheckpointFileError,
+    ConfigError,
+    ConfigFileError,
+    FileUnreadable,
+    ModelError,
+    UnknownPreset,
+)
+from v41.model_def.model import V41ForCausalLM
 
 FLAWS: dict[str, dict[str, Any]] = {  # rule -> a change of `tiny` that breaks this rule and no other
     "a field with one supported value has it": dict(scoring_func="softmax"),
     "storage and replay have a known name": dict(expert_dtype="int4"),
     "sizes, limits and eps are positive": dict(sliding_window=0),
+    "sizes and counts are such as can be made": dict(n_routed_experts=2**31),
     "every layer has a ratio": dict(num_hidden_layers=7),
     "a ratio is 0, 1 or 2": dict(compress_ratios=(0, 2, 2, 1, 1, 1, 4)),
     "layer lists are ascending layers of the model": dict(index_source_layer_ids=(1, 5, 3)),
@@ -260,6 +272,33 @@ def test_a_preset_that_is_none_is_refused(name: Any) -> None:
 def test_numbers_nobody_can_compute_with_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes)) if "rope_scaling" not in changes else "factor="):
         V41Config.preset("tiny").replace(**changes)
+
+
+ANYTHING = (None, True, 0, -1, 33, 2**31, 2**63, 10**30, -0.5, 1e300, math.inf, math.nan, "", "fp8", [], [0, 1], [-1],
+            ["a"], [[1]], {}, {"a": 1}, [0] * 6)  # fmt: skip
+FILE = V41Config.preset("tiny").to_json()
+PLACES = [(name,) for name in FILE]
+for above in (("text_config",), ("quantization_config",), ("text_config", "rope_scaling")):
+    PLACES += [(*above, name) for name in reduce(getitem, above, FILE)]  # type: ignore[misc]
+
+
+@given(st.sampled_from(PLACES), st.sampled_from(ANYTHING))
+@settings(max_examples=300)
+def test_any_value_of_any_field_makes_a_model_or_is_refused_by_type(
+    tmp_path_factory: pytest.TempPathFactory, place: tuple[str, ...], value: Any
+) -> None:
+    *above, name = place
+    data = json.loads(json.dumps(FILE))
+    reduce(getitem, above, data)[name] = value
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(json.dumps(data))
+    try:
+        config = V41Config.from_json(path)
+    except ModelError as error:
+        assert error.where == path
+        return
+    with torch.device("meta"):
+        assert V41ForCausalLM(config).head.weight.shape == (config.vocab_size, config.hidden_size)
 
 
 def test_numbers_that_are_none_are_refused() -> None:
