@@ -23,6 +23,7 @@ COMMANDS = {  # what runs each: a module of v41.tools and its function
     "capture": ("capture_command", "capture_command"),
     "generate": ("generate_command", "generate_command"),
     "inspect": ("inspect_command", "inspect_command"),
+    "cost": ("cost_command", "cost_command"),
     "passes": ("passes_command", "passes_command"),
     "why-not": ("why_not", "why_not_command"),
     "diff": ("diff_command", "diff_command"),
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add_generate(commands.add_parser("generate", help="read prompts, write tokens, show what the compiler did"))
     add_capture(commands.add_parser("capture", help="keep what the compiler makes of a model, for the commands below"))
     add_inspect(commands.add_parser("inspect", help="what the compiler finds in every layer, without weights"))
+    add_cost(commands.add_parser("cost", help="bytes, operations, launches of a step, and the least time they take"))
     add_passes(commands.add_parser("passes", help="per pass: sites, nodes, regions, launches and time"))
     add_why_not(commands.add_parser("why-not", help="which rule made a pass refuse a site, and what to do"))
     add_diff(commands.add_parser("diff", help="what a pass changed in the graph"))
@@ -83,6 +85,23 @@ def add_inspect(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--changes", action="store_true", help="with --json: what each pass changed, for v41 diff")
     add_common(command)
+
+
+def add_cost(command: argparse.ArgumentParser) -> None:
+    command.description = "What a step moves, computes and launches, by kind of region: estimates from shapes alone."
+    add_source(command)
+    add_step(command, [1, 128, 4096])
+    command.add_argument("--gpu", default="H200", metavar="NAME", help="H200 (this), H200-copy, H100 or B200")
+    add_common(command)
+
+
+def add_step(command: argparse.ArgumentParser, tokens: list[int]) -> None:
+    """Which steps are reckoned."""
+    told = f"rows of each step: up to 256 decode, more are one prefill ({','.join(map(str, tokens))})"
+    command.add_argument("--tokens", type=counts, default=tokens, metavar="N,N", help=told)
+    command.add_argument("--context", type=positive, default=4096, metavar="N", help="tokens that decode reads (4096)")
+    command.add_argument("--size", type=named_size, action="append", default=[], metavar="NAME=N",
+                         help="another size of the program; may be repeated")  # fmt: skip
 
 
 def add_passes(command: argparse.ArgumentParser, *, position: bool = True) -> None:
@@ -210,6 +229,17 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
     return value
+
+
+def counts(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def named_size(text: str) -> tuple[str, int]:
+    name, _, number = text.rpartition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=NUMBER")
+    return name, positive(number)
 
 
 def temperature(text: str) -> float:

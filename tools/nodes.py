@@ -22,7 +22,7 @@ from v41.plan import Plan
 from v41.regions import body_of, invoke_subgraph, is_region, region_of
 from v41.report import source_of
 
-PRODUCTS, OTHERS = "products outside of regions", "other nodes"
+PRODUCTS, OTHERS = "products", "other nodes"  # what lies in no region
 
 
 @dataclass(frozen=True)

@@ -18,5 +18,10 @@ def table(*headers: str, left: int = 1) -> Table:
 
 def add(into: Table, *cells: Cell) -> None:
     """One row. None shows as `-`; floats with three digits that matter; nothing is read as markup."""
-    texts = ("-" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells)
+    texts = ("-" if cell is None else _short(cell) if isinstance(cell, float) else str(cell) for cell in cells)
     into.add_row(*map(Text, texts))
+
+
+def _short(number: float) -> str:
+    """Three digits that matter, without a power of ten where there are more in front of the point."""
+    return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"

@@ -237,3 +237,10 @@ class NotSymmetric(V41Error):
 
     found = "ranks of this group cannot write each other's memory: {reason}"
     fix = "run one host's GPUs that reach each other (NVLink), or leave the collective as it is"
+
+
+class UnknownGPU(V41Error):
+    """facts: name, known (as text)."""
+
+    found = "no figures are known of a GPU {name!r}"
+    fix = "use one of: {known}"
