@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from v41.lowering.rowwise.read import Tensor as Described
-from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, Schedule, fit
+from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, Schedule, fit, tried
+from v41.lowering.tuned import Tuned
 
 DEEP = 200_000  # bytes of shared memory a program, below which more than two stages of large tiles may not fit
 SPARE, TILES = 8, 1 << 14  # sets of arrival counters made at once, and tiles of rows in each
@@ -33,13 +34,20 @@ SPARE, TILES = 8, 1 << 14  # sets of arrival counters made at once, and tiles of
 @dataclass(frozen=True)
 class Call:
     """One or two launches, in order: grid and tl.constexpr arguments of each; for all, arguments in order, Triton's own
-    options, and what they will have written."""
+    options, and what they will have written. `late`: options of the last launch that differ."""
 
     launches: list[tuple[tuple[int, int], dict[str, int]]]
     arguments: list[Any]
     options: dict[str, Any]
     outputs: tuple[Tensor, ...]
     counters: Tensor | None = None  # of arrivals, among the arguments
+    late: dict[str, Any] = field(default_factory=dict)
+
+    def steps(self) -> list[tuple[tuple[int, int], dict[str, int], dict[str, Any]]]:
+        """Grid, tl.constexpr arguments and Triton's options of each launch."""
+        last = len(self.launches) - 1
+        return [(grid, constants, self.options | self.late if i == last else self.options)
+                for i, (grid, constants) in enumerate(self.launches)]  # fmt: skip
 
 
 @dataclass
@@ -52,10 +60,11 @@ class Kernel:
     outputs: list[Described]
     _module: Any = field(default=None, kw_only=True)
     _arrivals: Arrivals = field(default_factory=lambda: Arrivals({}, {}), kw_only=True)
+    _tuned: Tuned = field(default_factory=Tuned, kw_only=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs: not the module that was loaded, nor counters on a device."""
-        return self.__dict__ | {"_module": None, "_arrivals": Arrivals({}, {})}
+        """What another process needs: not the module that was loaded, nor counters and schedules of a device."""
+        return self.__dict__ | {"_module": None, "_arrivals": Arrivals({}, {}), "_tuned": Tuned()}
 
     @property
     def path(self) -> Path:
@@ -84,18 +93,32 @@ class Kernel:
         return getattr(self.module, self.name)
 
     def launch(self, *tensors: Any, schedule: Any = None) -> tuple[Tensor, ...]:
-        """The body's outputs. `schedule` overrides the choice by rows."""
+        """The body's outputs. `schedule` overrides the one that was tuned for so many rows, or is reckoned."""
         call = self.prepare(tensors, schedule)
         self.run(call)
         return call.outputs
 
     def run(self, call: Call) -> list[Any]:
         """Launches `call`; what Triton compiled for each launch: registers, spills, shared memory, text."""
-        return [self.function[grid](*call.arguments, **constants, **call.options) for grid, constants in call.launches]
+        return [
+            self.function[grid](*call.arguments, **constants, **options) for grid, constants, options in call.steps()
+        ]
 
     def prepare(self, tensors: Sequence[Any], schedule: Any = None) -> Call:
         """The launch for `tensors`, outputs and scratch allocated."""
         raise NotImplementedError
+
+    def schedule_for(self, rows: int, device: torch.device) -> Any:
+        """A schedule by reckoning."""
+        raise NotImplementedError
+
+    def candidates(self, rows: int, device: torch.device) -> Sequence[Any]:
+        """Schedules of which one may be the fastest for `rows`."""
+        raise NotImplementedError
+
+    def chosen(self, tensors: Sequence[Any], rows: int, device: torch.device) -> Any:
+        """The schedule that was tuned for so many rows, else the reckoned one."""
+        return self._tuned.schedule(self, tensors, rows, device) or self.schedule_for(rows, device)
 
     def given(self, tensors: Sequence[Any]) -> tuple[list[Tensor], int, torch.device]:
         """The inputs that the kernel reads, the number of rows, and where they are."""
@@ -123,14 +146,18 @@ class GeneratedKernel(Kernel):
     shareable: bool  # whether programs may share the columns of its later passes
     schedules: tuple[tuple[int, Schedule], ...]
 
-    def schedule_for(self, rows: int) -> Schedule:
+    def schedule_for(self, rows: int, device: torch.device) -> Schedule:
         """The schedule of the first bucket that holds `rows`."""
         return next((schedule for most, schedule in self.schedules if rows <= most), self.schedules[-1][1])
+
+    def candidates(self, rows: int, device: torch.device) -> list[Schedule]:
+        return list(dict.fromkeys(fit(each, *self.runs, self.width) for each in tried(rows)))
 
     def prepare(self, tensors: Sequence[Any], schedule: Schedule | None = None) -> Call:
         """The launch for `tensors`, outputs and scratch allocated."""
         read, rows, device = self.given(tensors)
-        chosen = self.schedule_for(rows) if schedule is None else fit(schedule, *self.runs, self.width)
+        wanted = self.chosen(tensors, rows, device) if schedule is None else schedule
+        chosen = fit(wanted, *self.runs, self.width)
         if chosen.stages > 2 and shared_memory(device) < DEEP:
             chosen = replace(chosen, stages=2)
         tiles = -(-rows // chosen.rows)

@@ -8,7 +8,10 @@ many rows     tiles of rows, each program much of their columns: weights are rea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 ALL, FIRST, LATER = 0, 1, 2  # what a launch does: everything, the first phase, what is later
 RUNS = 16  # of chunks in a row, at most; a power of two
@@ -58,3 +61,22 @@ FEW_TO_MANY = (  # most rows, schedule: the fastest of those tried on an H200, o
 def schedules(runs: int, run: int, width: int) -> tuple[tuple[int, Schedule], ...]:
     """A schedule for every row count, ascending."""
     return tuple((most, fit(schedule, runs, run, width)) for most, schedule in FEW_TO_MANY)
+
+
+SPACE: dict[int, tuple[tuple[Any, ...], ...]] = {  # rows: rows, group, warps, tail, stages, shares that are tried
+    1: ((1,), (1,), (2, 4), (2048, 8192), (1,), (0, 3, 5)),
+    16: ((2, 4, 8, 16), (1, 2), (4,), (2048,), (1,), (0, 5)),
+    64: ((8, 16), (2, 5), (4,), (1024,), (1, 2), (0, 5)),
+    256: ((16, 32), (5,), (4,), (512,), (2,), (0, 5, 10)),
+    1024: ((32, 64), (5, 10, 20), (4,), (512,), (2,), (0, 10)),
+    4096: ((32, 64), (20, 40), (4, 8), (256,), (2, 3), (0, 10)),
+}
+PER_WARP = 16  # rows of a tile that one warp holds without spilling
+
+
+def tried(rows: int) -> Iterator[Schedule]:
+    """What may be the fastest at `rows`, without what surely spills."""
+    near = SPACE[min(SPACE, key=lambda known: abs(known - rows))]
+    for tile, group, warps, tail, stages, shares in product(*near):
+        if tile <= PER_WARP * warps:
+            yield Schedule(tile, group, warps, tail, stages, shares=shares)

@@ -190,7 +190,9 @@ def check() -> dict[str, Any]:
         "same bits in every batch": {
             str(rows): alike([launch(first(many, rows))], [whole], rows) for rows in (1, 4, 5, 64, 65, 128)
         },
-        "same bits any way": all(alike([launch(many, spread)], [whole], 300) for spread in spreads()),
+        "same bits any way": all(
+            alike([launch(many, spread)], [whole], 300) for spread in kernel_of().candidates(300, many[0].device)
+        ),
         "the same every time": all(torch.equal(launch(many), whole) for _ in range(20)),
         "NaN rows harm no other": torch.equal(launch(dirty)[kept], whole[kept]),
     }
@@ -200,17 +202,12 @@ def first(arguments: Sequence[Tensor], rows: int) -> list[Tensor]:
     return [*(arg[:rows] for arg in arguments[:-1]), arguments[-1]]
 
 
-def spreads() -> list[Spread]:
-    """What tune tries, and check compares."""
-    return [Spread(0, 8), *(Spread(slice, warps) for slice in (32, 64, 128, 256) for warps in (4, 8))]
-
-
 @torch.no_grad()
 def tune(rows_list: Sequence[int]) -> Iterator[dict[str, Any]]:
     kernel = kernel_of()
     for rows in rows_list:
         sets = sets_of(rows)
-        for spread in spreads():
+        for spread in kernel.candidates(rows, sets[0][0].device):
             record: dict[str, Any] = {"rows": rows, "spread": [spread.slice, spread.warps]}
             try:
                 launched = kernel.run(kernel.prepare(ordered(sets[0]), spread))

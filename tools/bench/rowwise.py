@@ -15,7 +15,6 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ import torch
 from torch import Tensor
 
 from v41.errors import BenchNeedsGPU
-from v41.lowering.rowwise import HeldKernel, Kernel, Unsupported, generate, hold, pass_over
-from v41.lowering.rowwise.held.launch import Spread
+from v41.lowering.rowwise import Kernel, Unsupported, generate, hold, pass_over
 from v41.tools.bench import seam, timing
 from v41.tools.bench.boundary import COPY_BYTES_A_US, holds, table
 from v41.tools.bench.rowwise_cases import CASES, Case
@@ -186,28 +184,18 @@ def first_like(arguments: Sequence[Tensor], dirty: Sequence[Tensor]) -> list[Ten
 # ---- tune
 
 
-def spreads(kernel: HeldKernel) -> list[Spread]:
-    """What tune tries."""
-    if kernel.front is None:
-        return [Spread(rows, warps) for rows in (1, 2, 4) for warps in (1, 2, 4, 8, 16)]
-    base = [Spread(rows, 4, tile, columns, group, stages, split)
-            for tile in (16, 32, 64, 128) for columns in (64, 128) for group in (1, 2, 4, 16) for stages in (1, 3)
-            for rows in (1, 4) for split in (False, True) if tile * columns < 1 << 14]  # fmt: skip
-    return base + [replace(spread, warps=8) for spread in base if spread.tile >= 64]
-
-
 @torch.no_grad()
 def tune(case: Case, rows_list: Sequence[int], deadline: float) -> Iterator[Any]:
     """One record a number of rows and spread."""
     kernel = kernel_of(case)
-    if not isinstance(kernel, HeldKernel):
-        raise ValueError(f"{case.name} has no spread: it is passed over")
     for rows in rows_list:
         sets = input_sets(case, rows)
-        for spread in spreads(kernel):
-            if time.perf_counter() > deadline or (spread.tile > 2 * rows and spread.tile > 16):
-                continue
-            record: dict[str, Any] = {"case": case.name, "rows": rows, "spread": str(spread).removeprefix("Spread")}
+        device = torch.device("cuda")
+        reckoned = kernel.schedule_for(rows, device)
+        for spread in dict.fromkeys((reckoned, *kernel.candidates(rows, device))):
+            if time.perf_counter() > deadline:
+                break
+            record = {"case": case.name, "rows": rows, "spread": str(spread), "reckoned": spread == reckoned}
             try:
                 compiled = kernel.run(kernel.prepare(sets[0], spread))
                 record["spills"] = [each.n_spills for each in compiled]

@@ -9,40 +9,23 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
-from itertools import product
 from typing import Any
 
 import torch
 
-from v41.lowering.rowwise import BLOCK, GeneratedKernel, Schedule, pass_over
+from v41.lowering.rowwise import GeneratedKernel, Schedule, pass_over
+from v41.lowering.rowwise.schedule import tried
 from v41.tools.bench import seam, timing
 
 Candidate = tuple[int, Schedule]  # rows, schedule
 
-SPACE: dict[int, tuple[tuple[Any, ...], ...]] = {  # rows: rows, group, warps, tail, stages, shares that are tried
-    1: ((1,), (1,), (2, 4), (2048, 8192), (1,), (0, 3, 5)),
-    16: ((2, 4, 8, 16), (1, 2), (4,), (2048,), (1,), (0, 5)),
-    64: ((8, 16), (2, 5), (4,), (1024,), (1, 2), (0, 5)),
-    256: ((16, 32), (5,), (4,), (512,), (2,), (0, 5, 10)),
-    1024: ((32, 64), (5, 10, 20), (4,), (512,), (2,), (0, 10)),
-    4096: ((32, 64), (20, 40), (4, 8), (256,), (2, 3), (0, 10)),
-}
-
-
-def candidates(rows: int) -> Iterator[Candidate]:
-    """What is tried at `rows`, without what surely spills."""
-    for tile, group, warps, tail, stages, shares in product(*SPACE[min(SPACE, key=lambda known: abs(known - rows))]):
-        if tile * BLOCK <= 1024 * warps:
-            yield rows, Schedule(tile, group, warps, tail, stages, shares=shares)
-
-
 def tune(rows_list: Sequence[int], workers: int, budget: float) -> list[dict[str, Any]]:
     """µs of every candidate, best first for each number of rows; prints the ten best."""
     deadline = time.perf_counter() + budget
-    todo = [candidate for rows in rows_list for candidate in candidates(rows)]
+    todo = [(rows, schedule) for rows in rows_list for schedule in tried(rows)]
     print(f"{len(todo)} schedules", flush=True)
     facts = _compile(todo, workers, deadline - 0.35 * budget)
     kernel = _kernel()

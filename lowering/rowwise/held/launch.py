@@ -13,13 +13,14 @@ from v41.lowering.rowwise.launch import Call, Kernel
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
 
 SHORT = 128  # elements that a program should have at least, of several rows where one has fewer
-A_THREAD, MOST_WARPS = 8, 16  # elements of a row's largest tile
+A_THREAD, MOST_A_THREAD, MOST_WARPS = 8, 128, 16  # elements of a row's largest tile
+GROUPS = (1, 2, 4, 16)  # runs of a product's terms, that are tried
 
 
 @dataclass(frozen=True)
 class Spread:
     """How rows are spread: `rows` a program. A product in front: `tile` rows and `columns` results a program, `group`
-    runs of its terms (all of them, if it has fewer), `split` in two launches."""
+    runs of its terms (all of them, if it has fewer), `split` in two launches, the second with `late` warps."""
 
     rows: int
     warps: int
@@ -28,6 +29,7 @@ class Spread:
     group: int = 1
     stages: int = 2
     split: bool = False
+    late: int = 4
 
 
 FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1 and 16; warps are those of wgmma, whose order of
@@ -46,16 +48,26 @@ class HeldKernel(Kernel):
     elements: int
     front: tuple[int, int, int, int] | None  # columns, their stride in memory, runs, and chunks a run, of a product
 
-    def schedule_for(self, rows: int) -> Spread:
+    def schedule_for(self, rows: int, device: torch.device) -> Spread:
         """One for all batches, unless a product in front has its rows tiled."""
         if self.front is not None:
             return next(schedule for most, schedule in FRONTS if rows <= most)
         count = max(1, SHORT // self.elements)
         return Spread(count, max(1, min(MOST_WARPS, count * self.elements // (32 * A_THREAD))))
 
+    def candidates(self, rows: int, device: torch.device) -> list[Spread]:
+        if self.front is None:
+            return [Spread(count, warps) for count in (1, 2, 4) for warps in (1, 2, 4, 8, 16)
+                    if count <= rows and count * self.elements <= MOST_A_THREAD * 32 * warps]  # fmt: skip
+        tiles = [tile for tile in (16, 32, 64, 128) if tile <= max(16, 2 * rows)]
+        return [Spread(1, warps, tile, columns, group, stages, True, late)
+                for tile in tiles for columns in (64, 128) for group in GROUPS for stages in (3, 5)
+                for warps in ((4, 8) if tile * columns > 1 << 12 else (4,)) for late in (1, 4)
+                if tile * columns < 1 << 14 and (group == 1 or rows > 16)]  # fmt: skip
+
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
         read, rows, device = self.given(tensors)
-        chosen = self.schedule_for(rows) if schedule is None else schedule
+        chosen = self.chosen(tensors, rows, device) if schedule is None else schedule
         outputs = self.results(rows, device)
         options = {"num_warps": chosen.warps, "enable_fp_fusion": False}
         if self.front is None:
@@ -72,9 +84,10 @@ class HeldKernel(Kernel):
                      "GROUP": group, "KEPT": kept, "PARTS": parts, "STAGES": chosen.stages}  # fmt: skip
         steps = ((FIRST, tiles, parts), (LATER, -(-rows // constants["ROWS"]), 1)) if chosen.split else (
             (ALL, tiles, parts),)  # fmt: skip
+        late = {"num_warps": chosen.late} if chosen.split else {}
         launches = [((wide, deep), {**constants, "STEP": step}) for step, wide, deep in steps if rows]
         counters = self._arrivals.on(device, tiles)
-        return Call(launches, [*read, *outputs, partials, counters, step, rows], options, outputs, counters)
+        return Call(launches, [*read, *outputs, partials, counters, step, rows], options, outputs, counters, late)
 
 
 def front_facts(front: Front | None) -> tuple[int, int, int, int] | None:

@@ -43,13 +43,17 @@ class AttentionKernel(Kernel):
     width: int
     narrow: int
 
-    def schedule_for(self, rows: int, one_launch: bool = True) -> Spread:
+    def schedule_for(self, rows: int, device: torch.device) -> Spread:
         """By rows; the last that takes two launches where the device cannot hold the results of one."""
-        return next(spread for most, spread in SPREADS if (rows if one_launch else min(rows, MOST_IN_TWO)) <= most)
+        return by_rows(rows, takes_one_launch(device))
+
+    def candidates(self, rows: int, device: torch.device) -> list[Spread]:
+        two = [Spread(slice, warps) for slice in (32, 64, 128, 256) for warps in (4, 8)]
+        return [Spread(0, 8), *two] if takes_one_launch(device) else two
 
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
         read, rows, device = self.given(tensors)
-        chosen = self.schedule_for(rows, takes_one_launch(device)) if schedule is None else schedule
+        chosen = self.chosen(tensors, rows, device) if schedule is None else schedule
         outputs, programs = self.results(rows, device), rows * self.tiles
         whole = chosen.slice == 0
         wide = self.width if whole else min(self.width, max(chosen.slice, self.narrow))
@@ -59,6 +63,10 @@ class AttentionKernel(Kernel):
         launches = [((programs, parts), {"SLICE": wide, "STEP": step}) for step, parts in steps if rows]
         options = {"num_warps": chosen.warps, "enable_fp_fusion": False}
         return Call(launches, [*read, *outputs, scores], options, outputs)
+
+
+def by_rows(rows: int, one_launch: bool) -> Spread:
+    return next(spread for most, spread in SPREADS if (rows if one_launch else min(rows, MOST_IN_TWO)) <= most)
 
 
 @cache

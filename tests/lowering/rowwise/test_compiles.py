@@ -41,8 +41,8 @@ def requests(
         call = kernel.prepare(inputs(count))
         types = ["i32" if isinstance(arg, int) else POINTER[arg.dtype] for arg in call.arguments]
         signature = dict(zip(names, types, strict=False))
-        for _, constants in call.launches:
-            found.append(Request(str(kernel.path), kernel.name, signature, constants, arch, (), call.options))
+        for _, constants, options in call.steps():
+            found.append(Request(str(kernel.path), kernel.name, signature, constants, arch, (), options))
     return found
 
 

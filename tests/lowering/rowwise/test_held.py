@@ -23,6 +23,7 @@ from v41.model_def.topk import topk_lowest_index
 from v41.passes.same_values import random_inputs, same_bits
 from v41.tools.bench.rowwise_cases import cases
 
+CPU = torch.device("cpu")
 SMALL = cases(20)  # the model's own bodies, at a twentieth of their widths where they have a width to lose
 ALIKE = ("norm", "norm_rope_fp4", "norm_rope_mxfp4", "collapse_norm", "swiglu_quantise")  # to others that are quick
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in SMALL]
@@ -75,7 +76,7 @@ def test_all_batches_run_the_same_code_unless_a_product_tiles_them() -> None:
     for name in ("norm_rope_fp8", "pooled", "router"):
         kernel = made(name)[1]
         assert isinstance(kernel, HeldKernel)
-        found = {kernel.schedule_for(rows) for rows in (1, 7, 64, 4096, 1 << 20)}
+        found = {kernel.schedule_for(rows, CPU) for rows in (1, 7, 64, 4096, 1 << 20)}
         assert (len(found) == 1) is (kernel.front is None)
 
 

@@ -20,6 +20,7 @@ from v41.lowering.generated import GeneratedPiece, generate_piece
 from v41.lowering.rowwise import Unsupported
 from v41.lowering.templates.attention import AttentionKernel, Spread, generate
 from v41.lowering.templates.attention.form import RULES, form_of, lone_region
+from v41.lowering.templates.attention.launch import by_rows
 from v41.passes.attention_core import attend
 from v41.passes.turns import turn
 from v41.regions import region_of
@@ -145,8 +146,8 @@ def test_few_rows_are_spread_over_programs_and_many_are_not() -> None:
     launches = [kernel.prepare(inputs_of(piece(MODEL), MODEL, rows)).launches for rows in (1, 100)]
     assert [len(each) for each in launches] == [2, 1]
     assert launches[1][0][0] == (100, 1)
-    assert kernel.schedule_for(100, one_launch=False) == kernel.schedule_for(64) == kernel.schedule_for(5, False)
-    assert kernel.schedule_for(1, one_launch=False) == kernel.schedule_for(1)
+    assert by_rows(100, one_launch=False) == by_rows(64, one_launch=True) == by_rows(5, one_launch=False)
+    assert by_rows(1, one_launch=False) == by_rows(1, one_launch=True)
 
 
 def test_a_piece_that_attends_is_generated_by_the_template() -> None:

@@ -16,6 +16,7 @@ from tests.strategies.attention import Spelling
 from v41.lowering.cross_compile import Request, compile_for
 from v41.lowering.rowwise.schedule import ALL
 from v41.lowering.templates.attention import AttentionKernel
+from v41.lowering.templates.attention.launch import by_rows
 from v41.model_def.config import V41Config
 
 POINTER = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.bool: "*i1", torch.uint8: "*u8"}
@@ -41,11 +42,11 @@ def requests(kernel: AttentionKernel, rows: int, arch: str) -> list[Request]:
     described = [(what.shape, what.dtype) for what in kernel.inputs if what is not None]
     given = iter([torch.empty([rows if size is None else size for size in shape], dtype=d) for shape, d in described])
     inputs = [None if what is None else next(given) for what in kernel.inputs]
-    call = kernel.prepare(inputs, kernel.schedule_for(rows, one_launch=arch == "sm_90"))
+    call = kernel.prepare(inputs, by_rows(rows, one_launch=arch == "sm_90"))
     types = dict(zip(kernel.function.arg_names, (POINTER[arg.dtype] for arg in call.arguments), strict=False))
     return [
-        Request(str(kernel.path), kernel.name, types, constants, arch, (), call.options)
-        for _, constants in call.launches
+        Request(str(kernel.path), kernel.name, types, constants, arch, (), options)
+        for _, constants, options in call.steps()
     ]
 
 

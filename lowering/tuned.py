@@ -1,0 +1,201 @@
+"""tuned: the fastest schedule of a kernel for some number of rows on this device, measured once and kept on disk.
+
+    with tuning():
+        kernel.launch(*tensors)     rows that nobody has tuned: every candidate is timed on these tensors, the best kept
+    kernel.launch(*tensors)         that one, in this process and in later ones; where none is kept, by reckoning
+
+Rows are tuned by bucket, the next power of two. A kernel gives the same bits with every schedule, so what is kept
+changes times alone. One file a kernel, device and set of versions: a line with the SHA-256 of the rest, and JSON. One
+that is cut, changed or of other fields is a miss with a warning. Who writes reads again first and replaces the file
+whole, so of two processes that tune at once both leave a whole file, and at most the slower one's buckets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from v41.lowering.measure import microseconds, sets_needed
+
+REPLAYS = 15
+MOST_SETS = 32  # of inputs: rows that the kernel before has just written lie in the L2 cache anyway
+MOST_BYTES = 1 << 30  # of inputs that are copied
+TUNING: ContextVar[bool] = ContextVar("v41_tuning", default=False)
+Measure = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], float]
+
+
+class TunedWarning(UserWarning):
+    """A file of tuned schedules is of no use, or nothing could be tuned; schedules are by reckoning instead."""
+
+
+class Tunable(Protocol):
+    """What is tuned: a kernel's text, how it is launched, and which schedules may be its fastest."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    def candidates(self, rows: int, device: torch.device) -> Sequence[Any]: ...
+    def launch(self, *tensors: Any, schedule: Any = None) -> Any: ...
+
+
+@contextmanager
+def tuning() -> Iterator[None]:
+    """Under it kernels are tuned for every bucket of rows that they meet for the first time."""
+    token = TUNING.set(True)
+    try:
+        yield
+    finally:
+        TUNING.reset(token)
+
+
+def bucket(rows: int) -> int:
+    """The next power of two."""
+    return 1 << (max(rows, 1) - 1).bit_length()
+
+
+@dataclass
+class Tuned:
+    """Schedules of one kernel by bucket, of each device, read when first asked for."""
+
+    of_device: dict[torch.device, dict[int, Any]] = field(default_factory=dict)
+
+    def schedule(self, kernel: Tunable, tensors: Sequence[Any], rows: int, device: torch.device) -> Any | None:
+        """The schedule for `rows`; None where none was tuned. Under `tuning()` it is found now, but never while a CUDA
+        graph is captured."""
+        if device.type != "cuda" or not rows:
+            return None
+        known = self.of_device.get(device)
+        if known is None:
+            known = self.of_device[device] = read(file_of(kernel, device), kernel, device)
+        found = known.get(bucket(rows))
+        if found is not None or not TUNING.get() or torch.cuda.is_current_stream_capturing():
+            return found
+        return self.tune(kernel, tensors, rows, device)
+
+    def tune(
+        self, kernel: Tunable, tensors: Sequence[Any], rows: int, device: torch.device, measure: Measure | None = None
+    ) -> Any | None:
+        """The fastest candidate on sets of inputs like `tensors`; kept in memory and on disk."""
+        sets, timed = copies_of(tensors), measure or _measure
+        tried: dict[Any, float] = {}
+        for schedule in kernel.candidates(rows, device):
+            with suppress(Exception):  # one that asks for more shared memory than there is, is none of the fastest
+                tried[schedule] = timed(partial(kernel.launch, schedule=schedule), sets)
+        if not tried:
+            warnings.warn(f"{kernel.name} could not be tuned for {rows} rows: no candidate ran", TunedWarning, 2)
+            return None
+        best = min(tried, key=tried.__getitem__)
+        self.of_device.setdefault(device, {})[bucket(rows)] = best
+        write(file_of(kernel, device), kernel, device, bucket(rows), best, tried[best])
+        return best
+
+
+def _measure(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> float:
+    return microseconds(call, sets, replays=REPLAYS)
+
+
+def copies_of(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """`tensors` and as many copies, laid out alike, as take the L2 cache twice."""
+    size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    count = min(sets_needed(max(size, 1)), MOST_SETS) if size <= MOST_BYTES else 1
+    return [tuple(tensors), *(tuple(map(copied, tensors)) for _ in range(count - 1))]
+
+
+def copied(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+# ---- on disk
+
+
+def directory() -> Path:
+    """Beside the compiled programs (v41/artifact_store.py): $V41_CACHE_DIR, else v41/ in $XDG_CACHE_HOME or ~/.cache.
+
+    With V41_CACHE_DIR=off schedules are neither read nor kept on disk."""
+    named = os.environ.get("V41_CACHE_DIR")
+    if named and named != "off":
+        return Path(named) / "schedules"
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "v41" / "schedules"
+
+
+def file_of(kernel: Tunable, device: torch.device) -> Path:
+    """Named by everything that a time depends on: text, device, versions."""
+    import triton  # type: ignore[import-untyped]
+
+    facts = [kernel.source, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
+    told = json.dumps([*map(str, facts), torch.__version__, str(torch.version.cuda), triton.__version__])
+    return directory() / f"{kernel.name}_{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
+
+
+def read(path: Path, kernel: Tunable, device: torch.device) -> dict[int, Any]:
+    """What `path` says, by bucket; nothing where there is no file, and a warning where it is of no use."""
+    try:
+        return {int(most): made(entry["schedule"], kernel.candidates(int(most), device)[0])
+                for most, entry in entries(path).items()}  # fmt: skip
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        return _unusable(path, f"{type(error).__name__}: {error}")
+
+
+def entries(path: Path) -> dict[str, Any]:
+    """The JSON in `path`, empty where there is none or the sum does not hold."""
+    if os.environ.get("V41_CACHE_DIR") == "off":
+        return {}
+    try:
+        head, _, rest = path.read_text().partition("\n")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        return _unusable(path, str(error))
+    if head != checksum(rest):
+        return _unusable(path, "its checksum does not hold")
+    return dict(json.loads(rest))
+
+
+def made(told: dict[str, Any], like: Any) -> Any:
+    """A schedule of the class of `like` from its fields; ValueError if they are other ones."""
+    types = {each.name: type(getattr(like, each.name)) for each in fields(like)}
+    if {name: type(value) for name, value in told.items()} != types:
+        raise ValueError(f"not the fields of a {type(like).__name__}: {told}")
+    return type(like)(**told)
+
+
+def write(path: Path, kernel: Tunable, device: torch.device, most: int, schedule: Any, us: float) -> None:
+    """Adds one bucket. A directory that cannot be written is a warning."""
+    if os.environ.get("V41_CACHE_DIR") == "off":
+        return
+    kept = entries(path) if read(path, kernel, device) else {}
+    kept[str(most)] = {"schedule": asdict(schedule), "us": round(us, 3)}
+    rest = json.dumps(kept, indent=1, sort_keys=True) + "\n"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".writing", delete=False) as file:
+            file.write(f"{checksum(rest)}\n{rest}")
+        os.replace(file.name, path)
+    except OSError as error:
+        _unusable(path, str(error))
+
+
+def checksum(rest: str) -> str:
+    return hashlib.sha256(rest.encode()).hexdigest()
+
+
+def _unusable(path: Path, why: str) -> dict[Any, Any]:
+    warnings.warn(f"{path} is not used: {why}", TunedWarning, stacklevel=3)
+    return {}
