@@ -27,7 +27,7 @@ from v41.passes.analysis.effects import bases, effect_of, written_args
 from v41.passes.matching import VIEWS, aten, fake, prims, programs
 from v41.report import Decision
 
-COPIES = (aten.clone.default, aten._to_copy.default, prims.convert_element_type.default)
+COPIES = (aten.clone.default, aten._to_copy.default, prims.convert_element_type.default, aten.copy.default)
 WITH_NUMBER = {  # op(Tensor, number) -> the same op that takes either; the kernel is the same
     aten.add.Scalar: aten.add.Tensor,
     aten.sub.Scalar: aten.sub.Tensor,
@@ -58,9 +58,9 @@ class _Memory:
         self.results = set(gm.graph.output_node().all_input_nodes)
         self.returned = {base for result in self.results for base in bases(result)}
 
-    def may_share(self, copy: Node) -> bool:
+    def may_share(self, copy: Node, source: Node) -> bool:
         """Whether nobody could tell if `copy` were its source. If it is returned, its source counts as returned now."""
-        sources = bases(copy.args[0])  # type: ignore[arg-type]
+        sources = bases(source)
         if copy in self.written or self.written.intersection(sources):
             return False
         if copy in self.returned:
@@ -72,12 +72,12 @@ class _Memory:
 
 def _stand_in(node: Node, memory: _Memory) -> Node | None:
     """The operand that `node` equals in every bit and stride; None where it is more than that."""
-    source = node.args[0] if node.args else None
+    source = node.args[1 if node.target is aten.copy.default else 0] if node.args else None
     if not isinstance(source, Node) or not same_layout(fake(source), fake(node)):
         return None
     if node.target in VIEWS:
         return None if node in memory.results and source.op == "placeholder" else source
-    return source if node.target in COPIES and memory.may_share(node) else None
+    return source if node.target in COPIES and memory.may_share(node, source) else None
 
 
 def same_layout(a: Tensor | None, b: Tensor | None) -> bool:

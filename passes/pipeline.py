@@ -21,7 +21,9 @@ from v41.options import NUMERIC
 from v41.passes.analysis.counts import Counts, counts
 from v41.passes.canonicalize import canonicalize
 from v41.passes.changes import changes, lines_of
+from v41.passes.drop_lone_collectives import drop_lone_collectives
 from v41.passes.fold_sinkhorn import fold_sinkhorn
+from v41.passes.fuse_all_reduce import fuse_all_reduce
 from v41.passes.outline_attention import outline_attention
 from v41.passes.outline_compressor import outline_compressor
 from v41.passes.outline_engram import outline_engram
@@ -33,7 +35,7 @@ from v41.passes.outline_norm_quantise import outline_norm_quantise
 from v41.passes.outline_output_projection import outline_output_projection
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
 from v41.passes.same_values import check_values
-from v41.passes.verify import SHARED, WRITES, Facts, facts, verify
+from v41.passes.verify import EFFECTS, SHARED, WRITES, Facts, facts, verify
 from v41.report import Decision, PassRun
 
 PassFunction = Callable[..., list[Decision]]
@@ -56,6 +58,7 @@ class Pass:
 
 
 PIPELINE: tuple[Pass, ...] = (
+    Pass(drop_lone_collectives, breaks=(EFFECTS, WRITES)),  # with one rank a collective is none
     Pass(canonicalize),
     Pass(fold_sinkhorn, needs=(canonicalize,), expects="unrolled Sinkhorn loop"),
     Pass(outline_mhc, needs=(fold_sinkhorn,), expects="mHC boundary"),
@@ -67,6 +70,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(outline_engram, needs=(canonicalize,)),
     Pass(outline_compressor, needs=(canonicalize,)),
     Pass(outline_norm_quantise, needs=(outline_mhc, outline_compressor)),  # norms that lie in no other region
+    Pass(fuse_all_reduce, needs=(outline_mhc,)),  # with boundaries and norms, which are regions by now
     Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
 )
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that become pieces of their own

@@ -75,6 +75,22 @@ HINTS = {
     "the router's weight enters before W2": "multiply the activation by the weight, before it is rounded",
     "the outputs of a row's picks are added, and nothing else is": "sum what W2 gives for the picks of a row",
     "only the input of W2 and the sum are rounded": "compute activation and sum in fp32, and round each at its end",
+    "its group has one rank": "nothing: what several ranks have must travel",
+    "one number reduced is that number": "reduce by sum, avg, min, max or product",
+    "one value is reduced at a time": "all-reduce each value by itself",
+    "what ranks have is added up": "reduce by sum, and divide behind the norm or in the weights",
+    "floats of 16 or 32 bits are added": "add up bf16, fp16 or fp32",
+    "its group is known here, and has several ranks": "initialise the group before compiling, and pass its name",
+    "all sums of a program are taken over one group": "use one process group for the sublayers of a model",
+    "the sum is waited for before anything reads it": "read what wait_tensor returns, and nothing earlier",
+    "nothing is computed between the collective and its wait": "wait at once: the kernel hides that time by itself",
+    "an mHC boundary or a norm reads the sum, or the sum with a residual":
+        "add the residual and norm, or mix into the streams, right behind the sum",
+    "no other all-reduce stands nearer to what reads the sum": "add up on each rank first, and all-reduce once",
+    "a rank's own part is read by the collective alone": "read the sum instead, or compute the part twice",
+    "nothing leaves the region and comes back": "feed nothing that is computed from the sum back into what norms it",
+    "no write, collective or draw stands between the collective and what reads the sum":
+        "move the other collective, draw or write before the all-reduce, or behind the norm",
 }
 GENERAL = "change the line at fault so that the rule holds; meanwhile these nodes run as they are: right, only slower"
 

@@ -35,11 +35,12 @@ from v41.errors import CodegenHasNoDevice, GradientsRequested, UnknownBuckets
 from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
 from v41.passes.check_plan import check_plan
+from v41.passes.open_reduced import open_reduced
 from v41.passes.open_shared import open_shared
 from v41.passes.partition import partition
 from v41.passes.pipeline import ALONG, CUT_AT, PIPELINE, ROW_KERNELS, run_pipeline, text_of
 from v41.plan import Plan
-from v41.regions import cuts, region_of, regions
+from v41.regions import REDUCED, cuts, region_of, regions
 from v41.report import Captures, CompileReport, programs_wanted, publish, source_of
 from v41.runtime.capture import CudaGraphs, Graphs
 from v41.runtime.executor import Artifact, Run, eager_artifact, executor
@@ -137,6 +138,9 @@ def build(
     inputs = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
     cut_at = kernel_kinds(order)
+    if REDUCED not in cut_at and (opened := open_reduced(program)):
+        how = f"{opened} as they are, each in front of the region that reads the sum"
+        report.options["all-reduce"] = (how, f"no kernel adds up over ranks with codegen {order[0]}")
     open_shared(program, cut_at)
     plan = partition(program, cut_at=cut_at, along=ALONG, called=called)
     plan = replace(plan, rebuilt=tuple(sorted(outputs_rebuilt_from_inputs(len(plan.outputs)))))

@@ -13,9 +13,9 @@ import torch
 from torch import SymInt
 
 from tests.strategies.tracing import trace
-from v41 import _compat, _compat_frames, _compat_trace
+from v41 import _compat, _compat_frames, _compat_groups, _compat_trace
 
-MODULES = _compat, _compat_frames, _compat_trace
+MODULES = _compat, _compat_frames, _compat_groups, _compat_trace
 TREES = [ast.parse(Path(module.__file__).read_text()) for module in MODULES]
 IMPORTS = sorted(
     {

@@ -1,0 +1,58 @@
+"""drop_lone_collectives: what a group of one rank sums, averages or gathers is what that rank has.
+
+    before   x -> all_reduce(sum, a group of one) -> wait_tensor -> y
+    after    x -> clone -> y
+
+Site: an all-reduce, all-gather or reduce-scatter. Exact: with one rank each of them copies its input. The copy stays,
+since the caller may return both; canonicalize takes it where nobody could tell. The effect goes, which is this pass's
+business to break: such a collective talks to nobody, so it keeps no order.
+"""
+
+from __future__ import annotations
+
+from torch import ops
+from torch.fx import GraphModule, Node
+
+from v41._compat_groups import ranks_of
+from v41.passes.matching import aten, programs
+from v41.passes.sites import Rule, broken_rule
+from v41.report import Decision, applied, refused
+
+c10d = ops._c10d_functional
+GROUP_AT = {  # operator -> which argument names the group
+    c10d.all_reduce.default: 2,
+    c10d.all_gather_into_tensor.default: 2,
+    c10d.reduce_scatter_tensor.default: 3,
+}
+OF_ONE = ("sum", "avg", "min", "max", "product")  # a number reduced alone stays; scaled sums are not among them
+
+
+def has_other_ranks(begin: Node) -> Node | None:
+    return None if ranks_of(begin.args[GROUP_AT[begin.target]]) == 1 else begin  # type: ignore[index]
+
+
+def changes_a_number(begin: Node) -> Node | None:
+    gathers = begin.target is c10d.all_gather_into_tensor.default
+    return None if gathers or begin.args[1] in OF_ONE else begin
+
+
+RULES: tuple[Rule[Node], ...] = (
+    ("its group has one rank", has_other_ranks),
+    ("one number reduced is that number", changes_a_number),
+)
+
+
+def drop_lone_collectives(gm: GraphModule) -> list[Decision]:
+    """Replaces such collectives and their waits, in place, in `gm` and the subgraphs the model asked for."""
+    sites = [node for program in programs(gm) for node in program.graph.nodes if node.target in GROUP_AT]
+    judged = [(site, broken_rule(site, RULES)) for site in sites]
+    return [refused(site, *broken) if broken is not None else applied(_dropped(site)) for site, broken in judged]
+
+
+def _dropped(begin: Node) -> Node:
+    begin.target, begin.args, begin.kwargs = aten.clone.default, begin.args[:1], {}
+    for user in list(begin.users):
+        if user.target is c10d.wait_tensor.default:
+            user.replace_all_uses_with(begin)
+            begin.graph.erase_node(user)
+    return begin
