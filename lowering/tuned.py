@@ -62,6 +62,19 @@ def tuning() -> Iterator[None]:
         TUNING.reset(token)
 
 
+class Tuning:
+    """The boxed function `run`, each call of it under `tuning()`."""
+
+    _boxed_call = True
+
+    def __init__(self, run: Callable[[list[Any]], tuple[Any, ...]]) -> None:
+        self.run = run
+
+    def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
+        with tuning():
+            return self.run(inputs)
+
+
 def bucket(rows: int) -> int:
     """The next power of two."""
     return 1 << (max(rows, 1) - 1).bit_length()

@@ -29,7 +29,7 @@ from v41.report import CompileReport, programs_wanted
 Artifact = Callable[..., tuple[Any, ...]]
 
 KEPT = ("options", "passes", "pieces", "artifacts", "kernels", "fallbacks")  # of the report
-AT_RUN_TIME = ("capture", "buckets")  # options that change nothing of what is compiled
+AT_RUN_TIME = ("capture", "buckets", "tune")  # options that change nothing of what is compiled
 PASSING = ("Inductor raised", "compiles nothing here")  # troubles that the next process may not have
 
 

@@ -11,7 +11,7 @@ In the key, each a line that the report can name when it differs:
   operators    custom operators that the graph calls: schema, tags, fake implementation, by what their code says
   sources      every file of the backend, the passes, lowering and runtime, by content as it was when v41 was imported
   passes       the list that runs, in order, by what the code of each says: it may have been edited in the process
-  options      what torch.compile(options=...) asked for, save what only the run obeys (capture, buckets)
+  options      what torch.compile(options=...) asked for, save what only the run obeys (capture, buckets, tune)
   device       type, name, capability
   versions     torch, triton, Python
   torch        configuration of AOTAutograd and Inductor, and the modes of the thread (autocast, determinism, ...)

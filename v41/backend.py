@@ -32,6 +32,7 @@ from v41._compat_frames import is_cut
 from v41._compat_trace import functional_aten
 from v41.artifact_cache import open_cache
 from v41.errors import CodegenHasNoDevice, GradientsRequested, UnknownBuckets
+from v41.lowering.tuned import Tuning
 from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
 from v41.passes.check_plan import check_plan
@@ -176,10 +177,12 @@ def run_of(
     report.plan = plan = in_buckets(plan, options.buckets or {})
     graphs, why = graphs_of(device, options.capture)
     report.options["capture"] = ("off" if graphs is None else "on", why)
-    if graphs is None:
-        return executor(plan, artifacts)
-    report.captures = Captures(pool_bytes=graphs.pool_bytes)
-    return Replayer(plan, artifacts, graphs, report.captures)
+    if graphs is not None:
+        report.captures = Captures(pool_bytes=graphs.pool_bytes)
+        run: Run = Replayer(plan, artifacts, graphs, report.captures)
+    else:
+        run = executor(plan, artifacts)
+    return Tuning(run) if options.tune else run
 
 
 def in_buckets(plan: Plan, given: Mapping[str, Sequence[int]]) -> Plan:

@@ -24,6 +24,8 @@ class Options:
     `verify`: check every program after every pass (lint, order, meta, effects, aliases, signature); "numeric" also runs
     it before and after each pass on random inputs, and holds it to the same bits.
     `strict`: raise where a pass fails or breaks an invariant, rather than compile without it.
+    `tune`: time the schedules of generated kernels at every new bucket of rows, on what the step runs on, and keep the
+    fastest for later processes (lowering/tuned.py); what another process kept is used anyway.
     `cache`: take what an earlier process compiled, and leave what this one compiles (artifact_store.py says where).
     """
 
@@ -33,6 +35,7 @@ class Options:
     capture: str = "auto"
     buckets: Mapping[str, Sequence[int]] | None = None
     cache: bool = True
+    tune: bool = False
 
 
 def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
@@ -54,7 +57,7 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
         raise _invalid("buckets", parsed.buckets, "a dict from names of sizes to tuples of ascending integers above 0")
     if parsed.verify != NUMERIC and not isinstance(parsed.verify, bool):
         raise _invalid("verify", parsed.verify, f"True, False or {NUMERIC!r}")
-    for switch in ("strict", "cache"):
+    for switch in ("strict", "cache", "tune"):
         if not isinstance(value := getattr(parsed, switch), bool):
             raise _invalid(switch, value, "True or False")
     return parsed

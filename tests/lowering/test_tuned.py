@@ -18,10 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from v41 import backend
 from v41.lowering import tuned
 from v41.lowering.rowwise import generate
 from v41.lowering.rowwise.held.launch import Spread
 from v41.lowering.tuned import Tuned, TunedWarning, bucket
+from v41.runtime.executor import executor
 from v41.tools.bench.rowwise_cases import cases
 
 DEVICE = torch.device("cuda", 0)
@@ -102,6 +104,28 @@ def test_tuning_happens_under_tuning_alone_once_a_bucket_and_never_in_a_capture(
         assert known.schedule(FAST, given, 7, DEVICE) == Spread(1, 2) and len(FAST.launched) == before
         assert known.schedule(FAST, [], 5, torch.device("cpu")) is None
     assert known.schedule(FAST, given, 5, DEVICE) == Spread(1, 2)
+
+
+def test_a_program_compiled_to_tune_does_so_whenever_it_runs(monkeypatch: Any) -> None:
+    seen: list[bool] = []
+
+    def watched(plan: Any, artifacts: Any) -> Any:
+        run = executor(plan, artifacts)
+
+        def watching(inputs: list[Any]) -> Any:
+            seen.append(tuned.TUNING.get())
+            return run(inputs)
+
+        watching._boxed_call = True  # type: ignore[attr-defined]
+        return watching
+
+    monkeypatch.setattr(backend, "executor", watched)
+    for tune in (True, False):
+        torch.compiler.reset()
+        step = torch.compile(lambda x: x + 1, backend="v41", options={"tune": tune, "cache": False})
+        with torch.no_grad():
+            assert torch.equal(step(torch.zeros(3)), torch.ones(3))
+    assert seen == [True, False] and not tuned.TUNING.get()
 
 
 def test_where_no_candidate_runs_that_is_said() -> None:
