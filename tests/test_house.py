@@ -20,7 +20,7 @@ FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.p
 OURS = [path for path in FILES if path.relative_to(ROOT).parts[0] != "tests"]
 SCRIPTS = Path(sys.executable).parent
 # Private torch is for v41/_compat.py and its siblings; Batch marks its own tensors.
-COMPAT = ("", "_barriers", "_cache", "_frames", "_groups", "_sizes", "_tools", "_trace")
+COMPAT = ("", "_barriers", "_cache", "_frames", "_groups", "_sizes", "_symmetric", "_tools", "_trace")
 PRIVATE_TORCH = {*(f"v41/_compat{of}.py" for of in COMPAT), "model_def/batch.py"}
 
 

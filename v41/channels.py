@@ -5,8 +5,8 @@
 
 A workspace hands out channels in the order in which they are asked for, so all ranks must ask alike; they run the same
 program, so they do. Nothing is allocated or zeroed for a channel, hence it may be asked for while a graph is captured.
-A use of a channel must come behind the use before it on one stream: each stream has channels of its own, streams being
-numbered in the order in which they ask.
+All uses of a workspace come one behind the other on the device, in the same order on all ranks: kernels and graphs that
+use it run on one stream. What runs beside them is free.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Channel:
 class Workspace:
     """`memory`: of every rank in order, int32, zero at first; `counters`: int32, of this rank alone, zero at first.
 
-    `record`: int64 [1] that both this host and its device see; `failed`: int32 [1] on the device. patience: seconds
-    that a kernel waits for a peer.
+    `failed`: int64 [1] on the device, the record of the first wait that was given up; `record`: one of them, int64 [1]
+    that the host sees without asking the device. patience: seconds that a kernel waits for a peer.
     """
 
     rank: int
@@ -54,17 +54,16 @@ class Workspace:
     patience: float
     processors: int  # of each rank's device
     sites: list[str] = field(default_factory=list)
+    kept: object = None  # what lives as long as the memory does
     _channels: dict[object, Channel] = field(default_factory=dict)
     _used: tuple[int, int] = (0, 0)
-    _streams: list[int] = field(default_factory=list)
 
     @property
     def ranks(self) -> int:
         return len(self.memory)
 
     def channel(self, key: object, words: int, counters: int) -> Channel:
-        """The channel that `key` and the current stream have, made now if there is none. ChannelsFull."""
-        key = (key, self._stream())
+        """The channel of `key`, made now if there is none. ChannelsFull."""
         if key not in self._channels:
             first, count = self._used
             after, last = first + aligned(words), count + aligned(counters)
@@ -83,17 +82,10 @@ class Workspace:
 
     def check(self) -> None:
         """Raises PeerStalled if a kernel gave up waiting. Sees what has run: call it where the host has waited."""
-        told = int(self.record[0])
-        if told:
+        if int(self.record[0]):
+            told = int(self.failed[0])
             facts = {"rank": self.rank, "peer": (told >> PEER) & 0xFF, "epoch": told & 0xFFFFFFFF}
             raise PeerStalled(self.sites[(told >> SITE) - 1], seconds=self.patience, **facts)
-
-    def _stream(self) -> int:
-        device = self.counters.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        if stream not in self._streams:
-            self._streams.append(stream)
-        return self._streams.index(stream)
 
 
 def aligned(words: int) -> int:

@@ -116,7 +116,7 @@ class Rank:
 
         memories = tuple(memory(self.folder, rank) for rank in range(self.count))
         zeros = torch.zeros(COUNTERS, dtype=torch.int32)
-        self.workspace = Workspace(self.rank, memories, zeros, torch.zeros(1, dtype=torch.int32),
+        self.workspace = Workspace(self.rank, memories, zeros, torch.zeros(1, dtype=torch.int64),
                                    torch.zeros(1, dtype=torch.int64), patience, processors=8)  # fmt: skip
 
     def nap(self) -> None:
@@ -177,7 +177,7 @@ def twins(rank: Rank) -> None:
     def inline(self: Any, text: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Result:
         rank.nap()
         if text == protocol.CLOCK:
-            return Result(np.array([time.monotonic_ns()], np.int64), tl.int64)
+            return Result(np.full(values[0].data.shape, time.monotonic_ns(), np.int64), tl.int64)
         where = values[0].data
         if text == protocol.ACQUIRE:
             nothing = np.zeros(where.shape, np.int32)

@@ -65,12 +65,16 @@ class _Plain(torch.nn.Module):
 @cache
 def capture(width: int = WIDTH) -> GraphModule:
     """The functional, decomposed ATen graph of `plain`, its rows symbolic."""
-    arguments = inputs(7, "cpu", width=width)
+    return captured(_Plain(), inputs(7, "cpu", width=width), ROW_INPUTS)
+
+
+def captured(module: torch.nn.Module, arguments: tuple[Tensor, ...], row_inputs: int) -> GraphModule:
+    """The functional, decomposed ATen graph of `module`, the first dimension of its first `row_inputs` symbolic."""
     rows = torch.export.Dim("rows", min=2)
-    dynamic = tuple({0: rows} if i < ROW_INPUTS else None for i in range(len(arguments)))
+    dynamic = tuple({0: rows} if i < row_inputs else None for i in range(len(arguments)))
     with warnings.catch_warnings():  # torch's own, about its own: copying a tree of inputs asks for a deprecated type
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-        program = torch.export.export(_Plain(), arguments, dynamic_shapes=dynamic)
+        program = torch.export.export(module, arguments, dynamic_shapes=dynamic)
         body = program.run_decompositions().graph_module
     for node in reversed(body.graph.nodes):
         if node.op == "call_function" and not node.users:  # assertions of dtype and device

@@ -36,8 +36,9 @@ Two shots (many rows): flags
 No rank waits for a program that may not be there: a program of one shot waits for those of the same slot, all slots fit
 on the GPU at once (launch.py), and a launch of two shots waits for earlier launches alone.
 
-A wait ends after the workspace's patience. Then it leaves a record (v41/channels.py) where the host looks, and sets
-`failed`, which keeps every later wait from being as long. What is computed from there on is garbage; the host says so.
+A wait ends after the workspace's patience. Then it leaves a record (v41/channels.py) in `failed`, where the first one
+stays and keeps every later wait from being as long, and where the host looks. What is computed from there on is
+garbage; the host says so.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ def helpers(ranks: int, wide: bool) -> str:
     return f'''
 
 @triton.jit
-def clock():
-    """Nanoseconds."""
-    return tl.inline_asm_elementwise("{CLOCK}", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+def clock(x):
+    """Nanoseconds, for each element of `x`: what is decided by time must be folded, or threads would differ."""
+    return tl.inline_asm_elementwise("{CLOCK}", "=l,r", [x.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def acquired(flags):
 def stalled(record, failed, site, peer, epoch):
     """Leaves what the host is to say: see v41/channels.py."""
     told = (site.to(tl.int64) + 1) << 40 | peer.to(tl.int64) << 32 | (epoch.to(tl.int64) & 0xFFFFFFFF)
-    tl.atomic_xchg(failed, 1, sem="relaxed", scope="gpu")
+    tl.atomic_cas(failed, tl.zeros([], tl.int64), told, sem="relaxed", scope="gpu")  # the first one stays
     tl.store(record, told)
 
 
@@ -114,12 +115,12 @@ def received(mail, apart, epoch, limit, record, failed, site, KIND: tl.constexpr
 {loads}
     missing = {_missing(every)}
     if missing != 0:
-        begin = clock()
+        begin = clock(w0)
         while missing != 0:
 {again}
             missing = {_missing(every)}
             if missing != 0:
-                if clock() - begin > limit:
+                if tl.max((clock(w0) - begin > limit).to(tl.int32)) != 0:
                     stalled(record, failed, site, missing - 1, epoch)
                     missing = missing * 0
     total = element(w0, KIND)
@@ -132,11 +133,11 @@ def wait(flags, there, epoch, whose, limit, record, failed, site):
     """Until all `flags` that are `there` have their epoch; `whose` says which rank sets each."""
     missing = tl.max(tl.where(there & (acquired(flags) != epoch), whose + 1, 0))
     if missing != 0:
-        begin = clock()
+        begin = clock(whose)
         while missing != 0:
             missing = tl.max(tl.where(there & (acquired(flags) != epoch), whose + 1, 0))
             if missing != 0:
-                if clock() - begin > limit:
+                if tl.max((clock(whose) - begin > limit).to(tl.int32)) != 0:
                     stalled(record, failed, site, missing - 1, tl.max(epoch))
                     missing = missing * 0
     tl.debug_barrier()

@@ -1,0 +1,133 @@
+"""sum_cases: what reads a sum over ranks, as cases to measure: plain functions, inputs at released widths, bodies.
+
+critical     the seam up to what the next sublayer reads: post map, collapse, norm
+seam         the whole seam, coefficients too
+residual     a residual and its RMS norm, as in a Llama; it returns the sum as well
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from v41.lowering.rowwise import Unsupported
+from v41.lowering.templates.all_reduce import SummingKernel, generate
+from v41.model_def import mhc
+from v41.model_def.norm import rms_norm
+from v41.regions import behind_sum
+from v41.tools.bench import seam
+
+functional = torch.ops._c10d_functional
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def critical(y: Tensor, X: Tensor, C: Tensor, B: Tensor, A: Tensor, norm: Tensor) -> tuple[Tensor, ...]:
+    X = mhc.expand(X, y, C, B)
+    return X, rms_norm(mhc.collapse(X, A), norm, seam.NORM_EPS)
+
+
+def whole(
+    y: Tensor, X: Tensor, C: Tensor, B: Tensor, A: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor
+) -> tuple[Tensor, ...]:
+    return seam.plain(X, y, C, B, A, fn, base, scale, norm)
+
+
+def residual(y: Tensor, x: Tensor, norm: Tensor) -> tuple[Tensor, ...]:
+    x = x + y
+    return x, rms_norm(x, norm, 1e-6), y
+
+
+def summed(part: Tensor) -> Tensor:
+    return functional.wait_tensor(functional.all_reduce(part, "sum", "0"))
+
+
+class _Critical(nn.Module):
+    def forward(self, y: Tensor, X: Tensor, C: Tensor, B: Tensor, A: Tensor, norm: Tensor) -> tuple[Tensor, ...]:
+        return critical(summed(y), X, C, B, A, norm)
+
+
+class _Whole(nn.Module):
+    def forward(
+        self,
+        y: Tensor,
+        X: Tensor,
+        C: Tensor,
+        B: Tensor,
+        A: Tensor,
+        fn: Tensor,
+        base: Tensor,
+        scale: Tensor,
+        norm: Tensor,
+    ) -> tuple[Tensor, ...]:
+        return whole(summed(y), X, C, B, A, fn, base, scale, norm)
+
+
+class _Residual(nn.Module):
+    def forward(self, y: Tensor, x: Tensor, norm: Tensor) -> tuple[Tensor, ...]:
+        return residual(summed(y), x, norm)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`plain` takes the sum first, then `row_inputs` - 1 other tensors with rows, then weights; `summing` is a module
+    that takes one rank's part in its place."""
+
+    name: str
+    plain: Function
+    summing: type[nn.Module]
+    row_inputs: int
+    width: int = seam.WIDTH
+
+    def others(self, rows: int, device: str, seed: int = 0) -> tuple[Tensor, ...]:
+        """All arguments but the first, the same on every rank."""
+        X, y, C, B, A, fn, base, scale, norm = seam.inputs(rows, device, seed, self.width)
+        if self.name == "residual":
+            return y, norm
+        return (X, C, B, A, fn, base, scale, norm) if self.name == "seam" else (X, C, B, A, norm)
+
+    def part(self, rows: int, device: str, rank: int, seed: int = 0) -> Tensor:
+        """What `rank` adds to the sum, bf16 [rows, width]."""
+        generator = torch.Generator(device).manual_seed(1 + 1000 * seed + rank)
+        return torch.randn(rows, self.width, generator=generator, device=device).bfloat16()
+
+    def body(self) -> GraphModule:
+        return _captured(self)
+
+    def behind(self) -> GraphModule:
+        """The body without the collective: it takes the sum."""
+        return behind_sum(self.body())
+
+    def kernel(self, ranks: int) -> SummingKernel:
+        made = generate(self.body(), ranks, self.name)
+        if isinstance(made, Unsupported):
+            raise ValueError(f"refused because it {made.reason}, at {made.node}")
+        return made
+
+
+@cache
+def _captured(case: Case) -> GraphModule:
+    given = (case.part(7, "cpu", 0), *case.others(7, "cpu"))
+    return seam.captured(case.summing(), given, case.row_inputs)
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """In fp32, in the order of ranks, rounded once: what a kernel must give bit for bit."""
+    total = parts[0].float()
+    for each in parts[1:]:
+        total = total + each.float()
+    return total.to(parts[0].dtype)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("critical", critical, _Critical, 5),
+        Case("seam", whole, _Whole, 5),
+        Case("residual", residual, _Residual, 2),
+    )
+}
