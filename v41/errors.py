@@ -222,7 +222,7 @@ class ChannelsFull(V41Error):
     """facts: words (asked for), left (words of the workspace)."""
 
     found = "a kernel asks for {words} words that ranks share, and {left} are left"
-    fix = "make the workspace larger (symmetric.workspace(..., rows=...)), or run fewer streams"
+    fix = "make the workspace larger: symmetric.workspace(..., words=...)"
 
 
 class NoWorkspace(V41Error):
@@ -239,8 +239,15 @@ class NotSymmetric(V41Error):
     fix = "run one host's GPUs that reach each other (NVLink), or leave the collective as it is"
 
 
-class UnknownGPU(V41Error):
-    """facts: name, known (as text)."""
+class RanksDisagree(V41Error):
+    """facts: rank, other, group, number (of the collective), ours, theirs (as text)."""
 
-    found = "no figures are known of a GPU {name!r}"
-    fix = "use one of: {known}"
+    found = "ranks {rank} and {other} of group {group} compiled other programs: number {number} is {ours}; {theirs}"
+    fix = "give all ranks the same model, options, batch and versions; with this they would wait for each other forever"
+
+
+class RankMissing(V41Error):
+    """facts: rank, group, number (of the program), seconds."""
+
+    found = "rank {rank} of group {group} has not compiled program {number} of this group within {seconds} s"
+    fix = "see what that rank raised; where it compiles for longer, give init_process_group a larger timeout="
