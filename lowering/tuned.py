@@ -4,10 +4,11 @@
         kernel.launch(*tensors)     rows that nobody has tuned: every candidate is timed on these tensors, the best kept
     kernel.launch(*tensors)         that one, in this process and in later ones; where none is kept, by reckoning
 
-Rows are tuned by bucket, the next power of two. A kernel gives the same bits with every schedule, so what is kept
-changes times alone. One file a kernel, device and set of versions: a line with the SHA-256 of the rest, and JSON. One
-that is cut, changed or of other fields is a miss with a warning. Who writes reads again first and replaces the file
-whole, so of two processes that tune at once both leave a whole file, and at most the slower one's buckets.
+Rows are tuned by bucket, the next power of two. A kernel gives the same bits with each of its candidates, so what is
+kept changes times alone; one without candidates is never tuned. One file a kernel, device and set of versions: a line
+with the SHA-256 of the rest, and JSON. One that is cut, changed or of other fields is a miss with a warning. Who writes
+reads again first and replaces the file whole, so of two processes that tune at once both leave a whole file, and at
+most the slower one's buckets.
 """
 
 from __future__ import annotations
@@ -103,9 +104,11 @@ class Tuned:
         self, kernel: Tunable, tensors: Sequence[Any], rows: int, device: torch.device, measure: Measure | None = None
     ) -> Any | None:
         """The fastest candidate on sets of inputs like `tensors`; kept in memory and on disk."""
+        if not (candidates := kernel.candidates(rows, device)):
+            return None
         sets, timed = copies_of(tensors), measure or _measure
         tried: dict[Any, float] = {}
-        for schedule in kernel.candidates(rows, device):
+        for schedule in candidates:
             with suppress(Exception):  # one that asks for more shared memory than there is, is none of the fastest
                 tried[schedule] = timed(partial(kernel.launch, schedule=schedule), sets)
         if not tried:

@@ -113,7 +113,7 @@ class Kernel:
         raise NotImplementedError
 
     def candidates(self, rows: int, device: torch.device) -> Sequence[Any]:
-        """Schedules of which one may be the fastest for `rows`."""
+        """Schedules of which one may be the fastest for `rows`, and which give a row the same bits."""
         raise NotImplementedError
 
     def chosen(self, tensors: Sequence[Any], rows: int, device: torch.device) -> Any:

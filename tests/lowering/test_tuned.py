@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from v41 import backend
 from v41.lowering import tuned
-from v41.lowering.rowwise import generate
+from v41.lowering.rowwise import GeneratedKernel, Unsupported, generate
 from v41.lowering.rowwise.held.launch import Spread
 from v41.lowering.tuned import Tuned, TunedWarning, bucket
 from v41.runtime.executor import executor
@@ -224,9 +224,19 @@ def test_copies_lie_in_memory_as_the_tensors_do() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_what_is_tried_differs_and_the_reckoned_is_legal_at_every_number_of_rows(name: str) -> None:
+def test_whole_rows_have_one_schedule_and_all_else_has_several_to_try(name: str) -> None:
     kernel = generate(SMALL[name].body(), name)
+    assert not isinstance(kernel, Unsupported)
     for rows in (1, 3, 16, 64, 300, 4096):
         tried = kernel.candidates(rows, DEVICE)
-        assert len(tried) == len(set(tried)) > 1
-        assert type(kernel.schedule_for(rows, DEVICE)) is type(tried[0])
+        assert len(tried) == len(set(tried)) != 1
+        assert all(type(kernel.schedule_for(rows, DEVICE)) is type(each) for each in tried)
+        assert bool(tried) is (name == "router" or isinstance(kernel, GeneratedKernel))
+
+
+def test_a_kernel_without_candidates_is_never_tuned(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tuned, "_measure", FAST.measure)
+    alone = replace(FAST)
+    alone.candidates = lambda rows, device: []  # type: ignore[method-assign]
+    with tuned.tuning(), silent():
+        assert Tuned().schedule(alone, [torch.zeros(5, 4)], 5, DEVICE) is None

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from v41.errors import BenchNeedsGPU
 from v41.lowering.rowwise import Kernel, Unsupported, generate, hold, pass_over
+from v41.lowering.rowwise.held.launch import Spread
 from v41.tools.bench import seam, timing
 from v41.tools.bench.boundary import COPY_BYTES_A_US, holds, table
 from v41.tools.bench.rowwise_cases import CASES, Case
@@ -34,6 +35,7 @@ INDUCTOR: dict[str, dict[str, Any]] = {
 }
 FLIPS = 0.005  # of quantised values: where a last bit tips a rounding
 REPEATS = 50
+WHOLE_ROWS = [Spread(rows, warps) for rows in (1, 2, 4) for warps in (1, 2, 4, 8, 16)]
 Call = Callable[..., Any]
 
 
@@ -192,7 +194,7 @@ def tune(case: Case, rows_list: Sequence[int], deadline: float) -> Iterator[Any]
         sets = input_sets(case, rows)
         device = torch.device("cuda")
         reckoned = kernel.schedule_for(rows, device)
-        for spread in dict.fromkeys((reckoned, *kernel.candidates(rows, device))):
+        for spread in dict.fromkeys((reckoned, *(kernel.candidates(rows, device) or WHOLE_ROWS))):
             if time.perf_counter() > deadline:
                 break
             record = {"case": case.name, "rows": rows, "spread": str(spread), "reckoned": spread == reckoned}

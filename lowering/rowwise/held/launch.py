@@ -13,14 +13,14 @@ from v41.lowering.rowwise.launch import Call, Kernel
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
 
 SHORT = 128  # elements that a program should have at least, of several rows where one has fewer
-A_THREAD, MOST_A_THREAD, MOST_WARPS = 8, 128, 16  # elements of a row's largest tile
+A_THREAD, MOST_WARPS = 8, 16  # elements of a row's largest tile
 GROUPS = (1, 2, 4, 16)  # runs of a product's terms, that are tried
 
 
 @dataclass(frozen=True)
 class Spread:
     """How rows are spread: `rows` a program. A product in front: `tile` rows and `columns` results a program, `group`
-    runs of its terms (all of them, if it has fewer), `split` in two launches, the second with `late` warps."""
+    runs of its terms (all of them, if it has fewer), `split` in two launches."""
 
     rows: int
     warps: int
@@ -29,7 +29,6 @@ class Spread:
     group: int = 1
     stages: int = 2
     split: bool = False
-    late: int = 4
 
 
 FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1 and 16; warps are those of wgmma, whose order of
@@ -53,16 +52,20 @@ class HeldKernel(Kernel):
         if self.front is not None:
             return next(schedule for most, schedule in FRONTS if rows <= most)
         count = max(1, SHORT // self.elements)
-        return Spread(count, max(1, min(MOST_WARPS, count * self.elements // (32 * A_THREAD))))
+        return Spread(count, self.warps(count))
+
+    def warps(self, rows: int) -> int:
+        """Of a program of so many whole rows. They are part of the order of its sums."""
+        return max(1, min(MOST_WARPS, rows * self.elements // (32 * A_THREAD)))
 
     def candidates(self, rows: int, device: torch.device) -> list[Spread]:
+        """Ways to tile a product in front. Whole rows have one way, or a row's bits would depend on its batch."""
         if self.front is None:
-            return [Spread(count, warps) for count in (1, 2, 4) for warps in (1, 2, 4, 8, 16)
-                    if count <= rows and count * self.elements <= MOST_A_THREAD * 32 * warps]  # fmt: skip
+            return []
         tiles = [tile for tile in (16, 32, 64, 128) if tile <= max(16, 2 * rows)]
-        return [Spread(1, warps, tile, columns, group, stages, True, late)
+        return [Spread(1, warps, tile, columns, group, stages, True)
                 for tile in tiles for columns in (64, 128) for group in GROUPS for stages in (3, 5)
-                for warps in ((4, 8) if tile * columns > 1 << 12 else (4,)) for late in (1, 4)
+                for warps in ((4, 8) if tile * columns > 1 << 12 else (4,))
                 if tile * columns < 1 << 14 and (group == 1 or rows > 16)]  # fmt: skip
 
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
@@ -84,7 +87,7 @@ class HeldKernel(Kernel):
                      "GROUP": group, "KEPT": kept, "PARTS": parts, "STAGES": chosen.stages}  # fmt: skip
         steps = ((FIRST, tiles, parts), (LATER, -(-rows // constants["ROWS"]), 1)) if chosen.split else (
             (ALL, tiles, parts),)  # fmt: skip
-        late = {"num_warps": chosen.late} if chosen.split else {}
+        late = {"num_warps": self.warps(1)} if chosen.split else {}
         launches = [((wide, deep), {**constants, "STEP": step}) for step, wide, deep in steps if rows]
         counters = self._arrivals.on(device, tiles)
         return Call(launches, [*read, *outputs, partials, counters, step, rows], options, outputs, counters, late)
