@@ -74,9 +74,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
 )
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that become pieces of their own
-# Likewise, where kernels are generated. moe_gate, norm_quantise and compressor have theirs, which no GPU has run yet:
-# they come in when `v41 bench rowwise check` holds on one and `v41 bench rowwise` shows what they gain.
-ROW_KERNELS: tuple[str, ...] = ()
+ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor")  # likewise, where kernels are generated
 ALONG = "rows"  # the size whose work is captured in pieces, apart from work with other sizes
 
 
