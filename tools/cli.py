@@ -24,6 +24,9 @@ COMMANDS = {  # what runs each: a module of v41.tools and its function
     "generate": ("generate_command", "generate_command"),
     "inspect": ("inspect_command", "inspect_command"),
     "cost": ("cost_command", "cost_command"),
+    "partition": ("partition_command", "partition_command"),
+    "memory": ("memory_command", "memory_command"),
+    "explain": ("explain_command", "explain_command"),
     "passes": ("passes_command", "passes_command"),
     "why-not": ("why_not", "why_not_command"),
     "diff": ("diff_command", "diff_command"),
@@ -38,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
     add_capture(commands.add_parser("capture", help="keep what the compiler makes of a model, for the commands below"))
     add_inspect(commands.add_parser("inspect", help="what the compiler finds in every layer, without weights"))
     add_cost(commands.add_parser("cost", help="bytes, operations, launches of a step, and the least time they take"))
+    add_passes(commands.add_parser("partition", help="the pieces, why each begins where it does, and what crosses it"))
+    add_memory(commands.add_parser("memory", help="what lives between pieces, at most, and the pool of captured steps"))
+    add_explain(commands.add_parser("explain", help="a node's way from its line of the model to what runs it"))
     add_passes(commands.add_parser("passes", help="per pass: sites, nodes, regions, launches and time"))
     add_why_not(commands.add_parser("why-not", help="which rule made a pass refuse a site, and what to do"))
     add_diff(commands.add_parser("diff", help="what a pass changed in the graph"))
@@ -93,6 +99,20 @@ def add_cost(command: argparse.ArgumentParser) -> None:
     add_step(command, [1, 128, 4096])
     command.add_argument("--gpu", default="H200", metavar="NAME", help="H200 (this), H200-copy, H100 or B200")
     add_common(command)
+
+
+def add_memory(command: argparse.ArgumentParser) -> None:
+    command.description = "What a step holds between its pieces, where it is fullest, and what graphs of a bucket need."
+    add_source(command)
+    add_step(command, [16, 4096])
+    add_common(command)
+
+
+def add_explain(command: argparse.ArgumentParser) -> None:
+    command.description = "Where a node comes from, what passes made of it, where it lies now, and what runs it."
+    told = "a node, a region's body, a piece, an input, or a line of the model (mhc.py:66)"
+    command.add_argument("name", metavar="NODE", help=told)
+    add_passes(command, position=False)
 
 
 def add_step(command: argparse.ArgumentParser, tokens: list[int]) -> None:

@@ -27,7 +27,9 @@ def run_from(values: dict[str, Any]) -> PassRun:
 
 def decision_from(values: dict[str, Any]) -> Decision:
     region = values["region"] and Region(_text(values["region"]["kind"]), dict(values["region"]["attrs"]))
-    made: Decision = _made(Decision, values | {"region": region})
+    times = values.get("times")
+    times = times and {str(name): {int(rows): float(us) for rows, us in each.items()} for name, each in times.items()}
+    made: Decision = _made(Decision, values | {"region": region, "times": times})
     if not isinstance(made.applied, bool):
         raise TypeError(f"applied is {made.applied!r}")
     _text(made.source)

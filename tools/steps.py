@@ -3,7 +3,8 @@
     rows 16      a decode step: 16 requests of `context` tokens each, every one a row     requests=16 longest=1 ...
     rows 4096    more rows than a decode step has: one request that reads 4096 tokens     requests=1 longest=4096 ...
 
-A model that is not V4.1 has sizes of its own: each is the number of rows, unless --size gives another.
+Sizes are those of a Batch, built as the model's own runner builds it. A model that is not V4.1 has sizes of its own:
+each is the number of rows, unless --size gives another.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from v41._compat import without_storage
+from v41._compat_tools import marked_sizes
 from v41.errors import SizesMissing
-from v41.model_def.batch import block_counts
+from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
+from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.plan import Plan
 
@@ -33,18 +39,23 @@ class Step:
 
 
 def step_of_rows(
-    plan: Plan, config: V41Config | None, rows: int, context: int = CONTEXT, given: Mapping[str, int] | None = None
+    plan: Plan,
+    config: V41Config | None,
+    rows: int,
+    context: int = CONTEXT,
+    given: Mapping[str, int] | None = None,
+    buckets: Buckets | None = None,
 ) -> Step:
-    """A step of `rows`. given: sizes that are something else. SizesMissing for what has no name and is not given."""
+    """A step of `rows`. given: sizes that are something else. SizesMissing for what has no name and is not given.
+
+    buckets: sizes are rounded up to these.
+    """
     names = dict.fromkeys(plan.sizes.values())
     if config is None:
         label, known = f"{rows} rows", dict.fromkeys(names, rows)
-    elif rows <= Buckets().decode[-1]:
-        label = f"decode of {rows} at {context} tokens"
-        known = {"rows": rows, "requests": rows, "logits": rows, "longest": 1, **_blocks(config, context)}
     else:
-        label = f"prefill of {rows}"
-        known = {"rows": rows, "requests": 1, "logits": 1, "longest": rows, **_blocks(config, rows)}
+        label, chunks = chunks_of(config, rows, context)
+        known = sizes_of_batch(config, chunks, buckets)
     known |= given or {}
     strange = [f"{name} is none of {', '.join(names)}" for name in given or {} if name not in names]
     missing = [name for name in names if name not in known]
@@ -53,8 +64,24 @@ def step_of_rows(
     return Step(label, {name: known[name] for name in names}, {u: known[name] for u, name in plan.sizes.items()})
 
 
-def _blocks(config: V41Config, context: int) -> dict[str, int]:
-    return {f"blocks of ratio {ratio}": count for ratio, count in block_counts(config, context).items()}
+def chunks_of(config: V41Config, rows: int, context: int) -> tuple[str, list[Chunk]]:
+    """Requests that decode, or, of more rows than such a step has, that read their prompts: few, as long as may be."""
+    most = config.max_position_embeddings
+    if rows <= Buckets().decode[-1]:
+        tokens = [0] * min(context, most)
+        return f"decode of {rows} at {len(tokens)} tokens", [Chunk(tokens, len(tokens) - 1, i) for i in range(rows)]
+    lengths = [most] * (rows // most) + [rows % most] * (rows % most > 0)
+    label = f"prefill of {rows}" + f" in {len(lengths)} requests" * (len(lengths) > 1)
+    return label, [Chunk([0] * length, 0, i) for i, length in enumerate(lengths)]
+
+
+def sizes_of_batch(config: V41Config, chunks: list[Chunk], buckets: Buckets | None = None) -> dict[str, int]:
+    """Every size that a Batch of `chunks` is marked with, by its name."""
+    with without_storage():
+        cache = Cache.zeros(config, len(chunks), max(chunk.end for chunk in chunks))
+    batch = build_batch(config, cache, chunks, buckets=buckets, device="cpu")
+    leaves = [*vars(batch).values(), *batch.blocks.values()]
+    return marked_sizes(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def steps_of(

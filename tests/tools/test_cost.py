@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tests.tools.printed import printed
 from tests.tools.small_models import WIDTH, run_of_balanced
 from v41.errors import SizesMissing, UnknownGPU
-from v41.model_def.batch import sizes_of
+from v41.model_def.batch import block_counts
 from v41.model_def.buckets import Buckets
-from v41.model_def.chunk import Chunk
 from v41.model_def.config import V41Config
 from v41.passes.analysis.cost import Costs, total
 from v41.plan import Plan
@@ -73,18 +72,28 @@ def test_operations_that_nobody_counts_are_named_and_left_out() -> None:
 
 @pytest.mark.parametrize("preset", ["tiny", "flash"])
 def test_a_step_has_the_sizes_of_a_batch(preset: str) -> None:
-    """What a Batch of such chunks is, unpadded: decode up to 256 rows, beyond that one prompt."""
+    """Decode up to 256 rows; beyond that as few prompts as positions allow."""
     config = V41Config.preset(preset)
     blocks = [f"blocks of ratio {m}" for m in {*config.compress_ratios} - {0}]
     names = ["rows", "requests", "longest", "logits", *blocks]
     plan = Plan((), (), {}, (), {f"u{i}": name for i, name in enumerate(names)})
-    most = Buckets().decode[-1]
-    decode, prefill = [Chunk([0] * 512, 511, slot) for slot in range(16)], [Chunk([0] * (most + 1), 0, 0)]
-    for rows, chunks in ((16, decode), (most + 1, prefill)):
-        found, wanted = step_of_rows(plan, config, rows, 512), sizes_of(config, chunks)
-        told = {"rows": wanted.rows, "requests": wanted.requests, "longest": wanted.longest, "logits": wanted.logits}
-        assert found.sizes == told | {f"blocks of ratio {m}": count for m, count in wanted.blocks.items()}
-        assert found.symbols == {u: found.sizes[name] for u, name in plan.sizes.items()}
+    decode = step_of_rows(plan, config, 16, 512)
+    assert decode.sizes == {"rows": 16, "requests": 16, "longest": 1, "logits": 16, **counted(config, 512)}
+    assert decode.symbols == {u: decode.sizes[name] for u, name in plan.sizes.items()}
+    most = config.max_position_embeddings
+    length, requests = min(3000, most), -(-3000 // most)
+    wanted = {"rows": 3000, "requests": requests, "longest": length, "logits": requests, **counted(config, length)}
+    assert step_of_rows(plan, config, 3000).sizes == wanted
+
+
+def counted(config: V41Config, context: int) -> dict[str, int]:
+    return {f"blocks of ratio {m}": count for m, count in block_counts(config, context).items()}
+
+
+def test_in_buckets_a_step_has_the_sizes_of_its_rung() -> None:
+    plan = Plan((), (), {}, (), {"u0": "rows", "u1": "logits", "u2": "longest"})
+    step = step_of_rows(plan, V41Config.preset("tiny"), 9, 64, buckets=Buckets())
+    assert step.sizes == {"rows": 16, "logits": 16, "longest": 1}
 
 
 def test_a_size_without_a_number_is_asked_for() -> None:
