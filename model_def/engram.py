@@ -23,6 +23,7 @@ from v41.model_def.norm import inverse_rms
 from v41.model_def.quantization import GROUP, dequantize_fp8, quantize_fp8
 
 SMALLEST = 1e-6  # under the root of the gate
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 class EngramTable(nn.Module):
@@ -78,8 +79,9 @@ class Engram(nn.Module):
     def set_token_map(self, token_map: Tensor, where: str = "Engram.set_token_map") -> None:
         """Takes the tokenizer's map; ids beyond its end, which no text has, count as padding."""
         ids, shape, dtype = self.token_map.shape[0], tuple(token_map.shape), token_map.dtype
-        lowest, highest = (int(token_map.min()), int(token_map.max())) if token_map.numel() else (0, 0)
-        fits = len(shape) == 1 and self.pad_token < shape[0] <= ids and not dtype.is_floating_point
+        counts = dtype in INTEGERS and token_map.numel() > 0
+        lowest, highest = (int(token_map.min()), int(token_map.max())) if counts else (0, 0)
+        fits = counts and len(shape) == 1 and self.pad_token < shape[0] <= ids
         if not fits or lowest < 0 or highest >= self.compressed:
             raise TokenMapError(where, shape=shape, dtype=dtype, lowest=lowest, highest=highest, ids=ids,
                                 compressed=self.compressed)

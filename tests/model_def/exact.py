@@ -3,6 +3,9 @@
 Under it a row's result depends on its inputs alone, not on the batch or on how a library tiles: the mode in which the
 golden data was made. Reductions over a model width (a norm's mean, a Sinkhorn step) stay as they are; their lengths are
 `fixed`.
+
+A CPU computes sigmoid, silu and softplus in vectors, and what is left behind the last whole one by another routine with
+other last bits, in fp64 too. So an element's value would hang on how many there are: here all lie in whole vectors.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from v41.tools.exact import grouped_mm
@@ -23,6 +27,8 @@ GEMMS = {aten.mm.default: torch.mm, aten.bmm.default: torch.bmm, aten.addmm.defa
          aten.matmul.default: torch.matmul, aten._grouped_mm.default: grouped_mm}
 REDUCTIONS = {aten.sum.dim_IntList: torch.sum, aten.mean.dim: torch.mean, aten.logsumexp.default: torch.logsumexp,
               aten.cumsum.default: torch.cumsum}
+TAILED = {aten.sigmoid.default, aten.silu.default, aten.softplus.default}
+LANES = 64  # a whole number of vectors, of any type on any machine
 SOFTMAXES = {aten._softmax.default: torch.softmax, aten._log_softmax.default: torch.log_softmax}
 
 
@@ -44,6 +50,9 @@ class exact(TorchDispatchMode):
             self.counts["reduction"] += 1
             dtype = kwargs.pop("dtype", None) or args[0].dtype
             return REDUCTIONS[func](args[0].double(), *args[1:], **kwargs).to(dtype)
+        if func in TAILED:
+            whole = pad(args[0].flatten(), (0, -args[0].numel() % LANES))
+            return func(whole, *args[1:], **kwargs)[: args[0].numel()].view(args[0].shape)
         if func in SOFTMAXES and self.varies(args[0], args[1]):
             self.counts["reduction"] += 1
             return SOFTMAXES[func](args[0].double(), args[1]).to(args[0].dtype)

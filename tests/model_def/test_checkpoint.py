@@ -220,8 +220,14 @@ def test_a_damaged_file_is_named(released: tuple[Path, dict[str, Tensor]], name:
     assert caught.value.where == file
 
 
-@pytest.mark.parametrize("ids", [torch.arange(3.0), torch.arange(0), torch.tensor([0, 1])])
+@pytest.mark.parametrize("ids", [
+    torch.arange(3.0), torch.arange(0), torch.tensor([0, 1]), torch.ones(9, dtype=torch.bool),
+    torch.zeros(9, dtype=torch.uint8).view(torch.float8_e8m0fnu)])  # fmt: skip
 def test_a_token_map_needs_integers_and_the_pad_token(released: tuple[Path, dict[str, Tensor]], ids: Tensor) -> None:
+    with pytest.raises(TokenMapError):
+        Engram(QUANTISED, 0).set_token_map(ids)
+    if ids.dtype == torch.bool:  # which has no likeness in DTYPES
+        return
     folder, _ = released
     save_file({"token_map": ids}, folder / TOKEN_MAP)
     with pytest.raises(TokenMapError):
