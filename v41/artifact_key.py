@@ -42,6 +42,7 @@ from torch.fx import GraphModule, Node
 
 from v41._compat import HigherOrderOperator, OpOverload, OpOverloadPacket, input_name, memory_of
 from v41._compat_cache import NotStorable, code_hash, config_hashes, modes, operator_facts, size_facts
+from v41._compat_groups import backend_of, ranks_of
 from v41.passes.structure import Symbols
 from v41.regions import invoke_subgraph
 from v41.report import source_of
@@ -142,6 +143,11 @@ def triton_version() -> str:
         return "none"
 
 
+def _groups(node: Node) -> list[str]:
+    """Names of process groups among its arguments. A name says nothing of how many ranks there are."""
+    return [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, str) and ranks_of(each)]
+
+
 @dataclass
 class _Graph:
     """Collects what a graph says, wiring apart from numbers so that a report can name which differs."""
@@ -173,6 +179,7 @@ class _Graph:
                     args = (args[0], None, *args[2:])  # the identifier is a name
                 target = node.target if node.op in ("call_method", "output") else self.target(node.target)
                 spelled = "".join(self.spell((args, kwargs), number))
+                spelled += "".join(f" group of {ranks_of(each)}, {backend_of(each)}" for each in _groups(node))
                 self.wiring.append(f"{number[node]} {node.op} {target} {spelled}")
             self.lines.append(source_of(node))
 

@@ -35,6 +35,7 @@ from v41.errors import CodegenHasNoDevice, GradientsRequested, UnknownBuckets
 from v41.lowering.tuned import Tuning
 from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
+from v41.passes.analysis.collectives import spoken
 from v41.passes.check_plan import check_plan
 from v41.passes.open_reduced import open_reduced
 from v41.passes.open_shared import open_shared
@@ -46,6 +47,7 @@ from v41.report import Captures, CompileReport, programs_wanted, publish, source
 from v41.runtime.capture import CudaGraphs, Graphs
 from v41.runtime.executor import Artifact, Run, eager_artifact, executor
 from v41.runtime.replay import Replayer
+from v41.runtime.same_program import check_same_program
 
 # ATen kernels whose decomposition rounds otherwise: they stay whole where eager's bits are promised, which is on a CPU
 # and wherever pieces run their ATen nodes. Inductor calls eager's kernel for them.
@@ -145,6 +147,8 @@ def build(
     open_shared(program, cut_at)
     plan = partition(program, cut_at=cut_at, along=ALONG, called=called)
     plan = replace(plan, rebuilt=tuple(sorted(outputs_rebuilt_from_inputs(len(plan.outputs)))))
+    groups, collectives = spoken(program)
+    plan = replace(plan, groups=groups, collectives=collectives)
     check_plan(plan)
     report.seconds["partition"], start = clock() - start, clock()
     bodies = {piece.key: piece.body for piece in reversed(plan.pieces)}
@@ -174,6 +178,8 @@ def run_of(
     plan: Plan, artifacts: Mapping[str, Artifact], options: Options, device: torch.device, report: CompileReport
 ) -> Run:
     """The boxed function that runs `plan`: captured where options and device allow, which `report.captures` counts."""
+    if (same := check_same_program(plan, artifacts)) is not None:
+        report.options["ranks"] = (same, "compared before the first step")
     report.plan = plan = in_buckets(plan, options.buckets or {})
     graphs, why = graphs_of(device, options.capture)
     report.options["capture"] = ("off" if graphs is None else "on", why)

@@ -251,3 +251,17 @@ class RankMissing(V41Error):
 
     found = "rank {rank} of group {group} has not compiled program {number} of this group within {seconds} s"
     fix = "see what that rank raised; where it compiles for longer, give init_process_group a larger timeout="
+
+
+class RanksDisagree(V41Error):
+    """facts: rank, other, group, number (of the collective), ours, theirs (as text)."""
+
+    found = "ranks {rank} and {other} of group {group} compiled other programs: number {number} is {ours}; {theirs}"
+    fix = "give all ranks the same model, options, batch and versions; with this they would wait for each other forever"
+
+
+class RankMissing(V41Error):
+    """facts: rank, group, number (of the program), seconds."""
+
+    found = "rank {rank} of group {group} has not compiled program {number} of this group within {seconds} s"
+    fix = "see what that rank raised; where it compiles for longer, give init_process_group a larger timeout="

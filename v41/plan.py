@@ -110,6 +110,8 @@ class Plan:
     buffers: dict[str, Buffer] = field(default_factory=dict)  # one for every tensor of `values`
     events: tuple[Event, ...] = ()  # none where all pieces are on one stream
     rebuilt: tuple[int, ...] = ()  # outputs handed to nobody: AOTAutograd returns a view of an input of their layout
+    groups: tuple[str, ...] = ()  # names of the process groups that it speaks to, in order of first use
+    collectives: tuple[str, ...] = ()  # what it says to them, in order (passes/analysis/collectives.py)
 
     @property
     def keys(self) -> dict[str, list[str]]:
