@@ -145,7 +145,7 @@ def run_late() -> Tensor | str:
 
 
 def test_a_rank_that_compiles_nothing_is_named(tmp_path: Path) -> None:
-    first, second = run_ranks(run_late, tmp_path, 2, seconds=3)
+    first, _ = run_ranks(run_late, tmp_path, 2, seconds=3)
     assert "RankMissing" in str(first) and "rank 1 of group 0 has not compiled program 1" in str(first)
     assert "within 3 s" in str(first)
 
