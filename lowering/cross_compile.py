@@ -52,6 +52,7 @@ class Facts:
     shared_bytes: int  # a block
     warps: int
     ptx: str
+    cubin_bytes: int  # of what ptxas makes of it, headers and tables included
 
 
 def compile_for(requests: Sequence[Request]) -> list[Facts]:
@@ -101,13 +102,13 @@ def _compile(request: Request) -> Facts:
     )
     target = GPUTarget("cuda", CAPABILITY[request.arch], 32)
     kernel = triton.compile(source, target=target, options=dict(request.options))
-    registers, spills = _ptxas(kernel.asm["ptx"], CAPABILITY[request.arch])
+    registers, spills, size = _ptxas(kernel.asm["ptx"], CAPABILITY[request.arch])
     metadata = kernel.metadata
-    return Facts(request.arch, registers, spills, metadata.shared, metadata.num_warps, kernel.asm["ptx"])
+    return Facts(request.arch, registers, spills, metadata.shared, metadata.num_warps, kernel.asm["ptx"], size)
 
 
-def _ptxas(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers a thread and spilled bytes a thread, as the assembler of the Triton wheel reports them."""
+def _ptxas(ptx: str, capability: int) -> tuple[int, int, int]:
+    """Registers and spilled bytes a thread as the assembler in Triton's wheel reports them, and bytes of its cubin."""
     from triton.backends.nvidia.compiler import get_ptxas  # type: ignore[import-untyped]
 
     (target,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
@@ -115,10 +116,12 @@ def _ptxas(ptx: str, capability: int) -> tuple[int, int]:
         file = Path(folder, "kernel.ptx")
         file.write_text(ptx)
         tool = get_ptxas(capability).path
-        command = [tool, "-v", f"--gpu-name={target}", str(file), "-o", str(file.with_suffix(".cubin"))]
+        made = file.with_suffix(".cubin")
+        command = [tool, "-v", f"--gpu-name={target}", str(file), "-o", str(made)]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        size = made.stat().st_size
     (registers,) = re.findall(r"Used (\d+) registers", said)
-    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said))), size
 
 
 def _main() -> None:

@@ -27,6 +27,9 @@ COMMANDS = {  # what runs each: a module of v41.tools and its function
     "partition": ("partition_command", "partition_command"),
     "memory": ("memory_command", "memory_command"),
     "explain": ("explain_command", "explain_command"),
+    "kernels": ("kernels_command", "kernels_command"),
+    "verify": ("verify_command", "verify_command"),
+    "bisect": ("bisect_command", "bisect_command"),
     "passes": ("passes_command", "passes_command"),
     "why-not": ("why_not", "why_not_command"),
     "diff": ("diff_command", "diff_command"),
@@ -47,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     add_passes(commands.add_parser("passes", help="per pass: sites, nodes, regions, launches and time"))
     add_why_not(commands.add_parser("why-not", help="which rule made a pass refuse a site, and what to do"))
     add_diff(commands.add_parser("diff", help="what a pass changed in the graph"))
+    add_kernels(commands.add_parser("kernels", help="generated kernels: text, launches, registers, spills"))
+    add_passes(commands.add_parser("verify", help="each pass numerically: the first node whose value is another"))
+    add_bisect(commands.add_parser("bisect", help="the first pass with which a check of yours fails"))
     add_bench(commands.add_parser("bench", help="measure on this GPU, check against fp64, keep the figures as JSON"))
     return made
 
@@ -113,6 +119,21 @@ def add_explain(command: argparse.ArgumentParser) -> None:
     told = "a node, a region's body, a piece, an input, or a line of the model (mhc.py:66)"
     command.add_argument("name", metavar="NODE", help=told)
     add_passes(command, position=False)
+
+
+def add_kernels(command: argparse.ArgumentParser) -> None:
+    command.description = "The kernels generated for a program, compiled for a GPU that need not be there."
+    add_source(command)
+    command.add_argument("--show", metavar="NAME", help="print the text of one, by the beginning of its name")
+    command.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), help="compile for it: registers, spills")
+    command.add_argument("--rows", type=counts, default=[1, 64], metavar="N,N", help="launches of 1, 64 or 4096 (1,64)")
+    add_common(command)
+
+
+def add_bisect(command: argparse.ArgumentParser) -> None:
+    command.description = "Runs a check with the first so many passes alone, until it is known which one breaks it."
+    command.add_argument("--json", action="store_true", help="print the facts as JSON")
+    command.add_argument("check", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="exits with 0 if all is well")
 
 
 def add_step(command: argparse.ArgumentParser, tokens: list[int]) -> None:

@@ -3,7 +3,7 @@
     mhc_boundary_3fa2b1c7   pieces piece_4, piece_8, ...   rows 1: grid of 1 x 40, 4 warps   rows 64: ...
 
 Made from the pieces' bodies alone, so no GPU need be there: outside of one a program runs its ATen nodes, and this is
-what it would launch. `sizes_of` then compiles them for a GPU by name, in another process (lowering/cross_compile.py).
+what it would launch. `compiled` then compiles them for a GPU by name, in another process (lowering/cross_compile.py).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def launches_of(kernel: Kernel, rows: Sequence[int] = ROWS) -> Iterator[LaunchFa
             call = kernel.prepare(given)
         types = ["i32" if isinstance(arg, int) else POINTER[arg.dtype] for arg in call.arguments]
         signature = dict(zip(names, types, strict=False))
-        for grid, constants in call.launches:
-            yield LaunchFacts(count, tuple(grid), signature, dict(constants), dict(call.options))
+        for grid, constants, options in call.steps():
+            yield LaunchFacts(count, tuple(grid), signature, dict(constants), dict(options))
 
 
 @dataclass(frozen=True)

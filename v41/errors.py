@@ -209,6 +209,20 @@ class UnknownGPU(V41Error):
     fix = "use one of: {known}"
 
 
+class UnknownKernel(V41Error):
+    """facts: name, known (as text)."""
+
+    found = "no one generated kernel is called {name!r}"
+    fix = "use one of: {known}"
+
+
+class CheckNotStarted(V41Error):
+    """facts: problem."""
+
+    found = "the check does not start: {problem}"
+    fix = "give the command as one types it: v41 bisect python check.py"
+
+
 class PeerStalled(V41Error):
     """facts: rank (that waited), peer (for whom), epoch (how many calls of this kind there were), seconds."""
 
@@ -237,20 +251,6 @@ class NotSymmetric(V41Error):
 
     found = "ranks of this group cannot write each other's memory: {reason}"
     fix = "run one host's GPUs that reach each other (NVLink), or leave the collective as it is"
-
-
-class RanksDisagree(V41Error):
-    """facts: rank, other, group, number (of the collective), ours, theirs (as text)."""
-
-    found = "ranks {rank} and {other} of group {group} compiled other programs: number {number} is {ours}; {theirs}"
-    fix = "give all ranks the same model, options, batch and versions; with this they would wait for each other forever"
-
-
-class RankMissing(V41Error):
-    """facts: rank, group, number (of the program), seconds."""
-
-    found = "rank {rank} of group {group} has not compiled program {number} of this group within {seconds} s"
-    fix = "see what that rank raised; where it compiles for longer, give init_process_group a larger timeout="
 
 
 class RanksDisagree(V41Error):

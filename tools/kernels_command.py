@@ -1,0 +1,124 @@
+"""`v41 kernels`: the kernels generated for a program, as they would be on a GPU, which need not be here.
+
+    kernel                regions            pieces  lines  rows  launch   grid       warps
+    mhc_boundary_2e5db2   mhc_boundary seam  77        412     1  1 of 1   1 x 40         4
+    ...
+    no kernel  norm_quantise, piece_13: ...                     a region that was to have one, and why it has none
+
+    kernel  rows  launch  PTX KB  cubin KB  registers  spilled B  shared KB          with --arch: compiled for that GPU
+    ...
+
+--show NAME prints a kernel's text, which says in its first lines what it reads, writes and rounds. A spill is bytes a
+thread stores and loads for want of registers. Launches are those of --rows.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from v41.errors import UnknownKernel
+from v41.tools.json_output import print_json
+from v41.tools.kernels import Compiled, KernelFacts, compiled
+from v41.tools.nearest import choices
+from v41.tools.pass_runs import console_of
+from v41.tools.run import Run
+from v41.tools.sources import run_named
+from v41.tools.tables import add, table
+
+
+def kernels_command(arguments: Namespace) -> int:
+    console = console_of(arguments)
+    run = run_named(arguments, console)
+    if arguments.show is not None:
+        print(kernel_named(run.kernels, arguments.show).source, end="")
+        return 0
+    made = [kernel for kernel in run.kernels if kernel.refusal is None]
+    found = for_arch(made, arguments.arch, arguments.rows, console) if arguments.arch is not None else None
+    if arguments.json:
+        print_json("kernels", values(run, found))
+    else:
+        show(console, run.kernels, found, arguments.rows)
+    refused = len(made) < len(run.kernels)
+    return int(arguments.strict and (refused or any(each.facts.spill_bytes for each in found or ())))
+
+
+def kernel_named(kernels: Sequence[KernelFacts], name: str) -> KernelFacts:
+    """By its name, or the beginning of one. UnknownKernel lists those that there are."""
+    made = [kernel for kernel in kernels if kernel.refusal is None]
+    found = [kernel for kernel in made if kernel.name == name] or [k for k in made if k.name.startswith(name)]
+    if len(found) != 1:
+        known = choices(name, [kernel.name for kernel in found or made]) or "there is none in this program"
+        raise UnknownKernel("v41 kernels --show", name=name, known=known)
+    return found[0]
+
+
+def for_arch(kernels: Sequence[KernelFacts], arch: str, rows: Sequence[int], console: Console) -> list[Compiled]:
+    columns = (TextColumn("compile {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("kernels", total=len(kernels))
+
+        def told(name: str) -> None:
+            progress.update(task, description=name, completed=names.index(name))
+
+        names = [kernel.name for kernel in kernels]
+        return list(compiled(kernels, arch, rows, told))
+
+
+def show(
+    console: Console, kernels: Sequence[KernelFacts], found: Sequence[Compiled] | None, rows: Sequence[int]
+) -> None:
+    if not kernels:
+        console.print("no region of this program gets a kernel of its own")
+        return
+    console.print(launches_table(kernels, rows))
+    for line in refusals(kernels):
+        console.print(Text(line, "yellow"), soft_wrap=True)
+    if found is None:
+        console.print(Text("sizes     registers, spills and bytes: --arch sm_90 compiles for that GPU"))
+        return
+    console.print()
+    console.print(compiled_table(found))
+
+
+def launches_table(kernels: Sequence[KernelFacts], rows: Sequence[int]) -> Table:
+    made = table("kernel", "regions", "pieces", "lines", "rows", "launch", "grid", "warps", left=2)
+    for kernel in kernels:
+        launches = [launch for launch in kernel.launches if launch.rows in rows]
+        facts: tuple[Any, ...] = (kernel.name, ", ".join(kernel.regions), len(kernel.pieces), kernel.source.count("\n"))
+        for launch in launches:
+            same = [each for each in launches if each.rows == launch.rows]
+            grid = " x ".join(map(str, launch.grid))
+            number = f"{same.index(launch) + 1} of {len(same)}"
+            add(made, *facts, launch.rows, number, grid, launch.options.get("num_warps"))
+            facts = ("", "", "", "")
+    return made
+
+
+def compiled_table(found: Sequence[Compiled]) -> Table:
+    made = table("kernel", "arch", "rows", "PTX KB", "cubin KB", "registers", "spilled B", "shared KB", left=2)
+    for each in found:
+        facts = each.facts
+        add(made, each.kernel, facts.arch, each.rows, len(facts.ptx) / 1000, facts.cubin_bytes / 1000, facts.registers,
+            facts.spill_bytes or None, facts.shared_bytes / 1000)  # fmt: skip
+    return made
+
+
+def refusals(kernels: Sequence[KernelFacts]) -> Iterator[str]:
+    for kernel in kernels:
+        if kernel.refusal is not None:
+            yield f"no kernel {', '.join(kernel.regions)} in {', '.join(kernel.pieces)}: {kernel.refusal}"
+
+
+def values(run: Run, found: Sequence[Compiled] | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {"source": run.source, "kernels": [asdict(kernel) for kernel in run.kernels]}
+    if found is not None:
+        facts["compiled"] = [asdict(each) for each in found]
+    return facts

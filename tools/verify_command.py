@@ -1,0 +1,81 @@
+"""`v41 verify MODEL`: after each pass, is the program as sound as before, and does it compute the same bits?
+
+    pass           nodes  rules  values            what
+    fold_sinkhorn    412  hold   equal
+    outline_mhc      398  BROKEN                   it computes the same values; div_7: value 3 ... differs with 2 rows
+                                                   model_def/mhc.py:66  m = m / (m.sum(-1, keepdim=True) + eps)
+    verified: 12 passes, 11 hold
+
+Rules are those of passes/verify.py. Values: the program before and after the pass, on the same random inputs, also in
+fp64; the node named is the first whose value is another (passes/same_values.py). A pass that breaks something is
+undone, so those behind it are judged on what it was given. It needs the graphs: a model, no saved run.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from v41.options import NUMERIC
+from v41.report import PassRun
+from v41.tools.json_output import print_json
+from v41.tools.pass_runs import console_of
+from v41.tools.sources import inspected, model_named
+from v41.tools.tables import add, table
+
+
+def verify_command(arguments: Namespace) -> int:
+    console = console_of(arguments)
+    model = model_named(arguments.model, arguments.layers)
+    runs = inspected(model, console, verify=NUMERIC).report.passes
+    if arguments.json:
+        print_json("verify", {"source": model.name, "holds": holds(runs), "passes": [values(run) for run in runs]})
+    else:
+        show(console, runs)
+    return int(not holds(runs) or (arguments.strict and any(verdict(run) is None for run in runs)))
+
+
+def holds(runs: Sequence[PassRun]) -> bool:
+    return all(run.failure is None for run in runs)
+
+
+def show(console: Console, runs: Sequence[PassRun]) -> None:
+    console.print(verdicts_table(runs))
+    for run in runs:
+        for line in (run.failure or run.warning or "").splitlines():
+            console.print(Text(f"{run.name}: {line.strip()}", "red" if run.failure else "yellow"), soft_wrap=True)
+    good = sum(run.failure is None for run in runs)
+    compared = sum(verdict(run) == "equal" for run in runs)
+    console.print(f"{len(runs)} passes: {good} hold all rules, of {compared} the values were compared and are equal")
+
+
+def verdicts_table(runs: Sequence[PassRun]) -> Table:
+    made = table("pass", "rules", "values", "applied", "nodes", left=3)
+    for run in runs:
+        rules = "hold" if run.failure is None else "BROKEN"
+        add(made, run.name, rules, verdict(run), run.applied, run.nodes_after)
+    return made
+
+
+def verdict(run: PassRun) -> str | None:
+    """Whether values are equal; None where nothing was compared."""
+    if run.failure is not None:
+        return "BROKEN" if "computes the same values" in run.failure else None
+    return None if run.warning is not None and "values not compared" in run.warning else "equal"
+
+
+def values(run: PassRun) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "rules": run.failure is None,
+        "values": verdict(run),
+        "failure": run.failure,
+        "warning": run.warning,
+        "applied": run.applied,
+        "nodes": run.nodes_after,
+    }
