@@ -111,6 +111,13 @@ class SummingKernel(GeneratedKernel):
         schedule = next(schedule for most, schedule in MANY if rows <= most)
         return Way(schedule, next(units for units in UNITS if rows <= units.most))
 
+    def schedule_for(self, rows: int, device: torch.device) -> Any:
+        return self.way_for(rows)
+
+    def candidates(self, rows: int, device: torch.device) -> list[Any]:
+        """None: what one rank finds the fastest, another may not, and ranks must go the same way."""
+        return []
+
     def run(self, call: Call) -> list[Any]:
         """Launches `call`; what Triton compiled for each launch."""
         steps: Any = call.launches
