@@ -3,7 +3,7 @@
     before   x -> all_reduce(sum, a group of one) -> wait_tensor -> y
     after    x -> clone -> y
 
-Site: an all-reduce, all-gather or reduce-scatter. Exact: with one rank each of them copies its input. The copy stays,
+Site: an all-reduce, all-gather or reduce-scatter over one rank. Exact: there each of them copies its input. The copy stays,
 since the caller may return both; canonicalize takes it where nobody could tell. The effect goes, which is this pass's
 business to break: such a collective talks to nobody, so it keeps no order.
 """
@@ -14,6 +14,7 @@ from torch import ops
 from torch.fx import GraphModule, Node
 
 from v41._compat_groups import ranks_of
+from v41.passes.canonicalize import spell_arguments
 from v41.passes.matching import aten, programs
 from v41.passes.sites import Rule, broken_rule
 from v41.report import Decision, applied, refused
@@ -27,26 +28,26 @@ GROUP_AT = {  # operator -> which argument names the group
 OF_ONE = ("sum", "avg", "min", "max", "product")  # a number reduced alone stays; scaled sums are not among them
 
 
-def has_other_ranks(begin: Node) -> Node | None:
-    return None if ranks_of(begin.args[GROUP_AT[begin.target]]) == 1 else begin  # type: ignore[index]
-
-
 def changes_a_number(begin: Node) -> Node | None:
     gathers = begin.target is c10d.all_gather_into_tensor.default
     return None if gathers or begin.args[1] in OF_ONE else begin
 
 
-RULES: tuple[Rule[Node], ...] = (
-    ("its group has one rank", has_other_ranks),
-    ("one number reduced is that number", changes_a_number),
-)
+RULES: tuple[Rule[Node], ...] = (("one number reduced is that number", changes_a_number),)
 
 
 def drop_lone_collectives(gm: GraphModule) -> list[Decision]:
     """Replaces such collectives and their waits, in place, in `gm` and the subgraphs the model asked for."""
-    sites = [node for program in programs(gm) for node in program.graph.nodes if node.target in GROUP_AT]
-    judged = [(site, broken_rule(site, RULES)) for site in sites]
+    judged = [(site, broken_rule(site, RULES)) for program in programs(gm) for site in find_sites(program)]
     return [refused(site, *broken) if broken is not None else applied(_dropped(site)) for site, broken in judged]
+
+
+def find_sites(gm: GraphModule) -> list[Node]:
+    """Collectives over a group of one, in graph order."""
+    begun = [node for node in gm.graph.nodes if node.target in GROUP_AT]
+    for node in begun:
+        spell_arguments(node)
+    return [node for node in begun if ranks_of(node.args[GROUP_AT[node.target]]) == 1]
 
 
 def _dropped(begin: Node) -> Node:

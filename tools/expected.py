@@ -1,8 +1,8 @@
 """expected: the regions that a step of a config consists of, beside those that the passes made.
 
-    regions_expected(config)            name -> how many, whatever the compiler found
-    regions_found(runs)                 the same of what the passes did; layers that share a body count each
-    differences(found, expected)        "moe_gate: 39 found, 40 by the config", a line a name; no line where all is well
+regions_expected(config)            name -> how many, whatever the compiler found
+regions_found(runs)                 the same of what the passes did; layers that share a body count each
+differences(found, expected)        "moe_gate: 39 found, 40 by the config", a line a name; no line where all is well
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 from rich.table import Table
 
 from v41.model_def.config import V41Config
+from v41.regions import REDUCED
 from v41.report import PassRun
 from v41.tools.tables import add, table
 
 
-def regions_expected(config: V41Config) -> dict[str, int]:
+def regions_expected(config: V41Config, ranks: int = 1) -> dict[str, int]:
     """Of every layer a gate, experts, attention with its output projection, and the norms of queries and window keys.
 
     A KV source norms its index keys; it pools its latents, or norms them where each token is an entry. A single
-    iteration of Sinkhorn is no loop.
+    iteration of Sinkhorn is no loop. Of several ranks, each sublayer's output is summed in front of what reads it.
     """
     sites, layers = config.boundary_sites(), config.num_hidden_layers
     sources = config.kv_source_layer_ids
@@ -41,6 +42,9 @@ def regions_expected(config: V41Config) -> dict[str, int]:
         "compressor": pooled,
         "norm_quantise": 2 * layers + 2 * len(sources) - pooled,
     }
+    if ranks > 1:
+        fused = {"seam": sites.seams, "post": sites.after_engram, "exit": sites.exit}
+        expected |= {f"{REDUCED} {form}": count for form, count in fused.items()}
     return {name: count for name, count in expected.items() if count}
 
 

@@ -1,9 +1,9 @@
 """`v41 generate`: the compiled model reads and writes; then how it agrees with eager and what the compiler did.
 
-    model        the plain model: a preset with random weights, or a checkpoint
-    text         each prompt's end and what follows it: the likeliest tokens, or drawn ones
-    agreement    with --compare-eager: a row of logits per request and step, over seeds (see compare.py)
-    graphs       passes, pieces, fallbacks, options: the compiler's own report (see report_view.py)
+model        the plain model: a preset with random weights, or a checkpoint
+text         each prompt's end and what follows it: the likeliest tokens, or drawn ones
+agreement    with --compare-eager: a row of logits per request and step, over seeds (see compare.py)
+graphs       passes, pieces, fallbacks, options: the compiler's own report (see report_view.py)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from v41.model_def.config import V41Config
 from v41.model_def.counts import count
 from v41.model_def.generation import Forward, greedy, sampling
 from v41.model_def.model import V41ForCausalLM
+from v41.model_def.parallel import WHOLE, Share
 from v41.options import Options
 from v41.report import CompileReport, collect
 from v41.runtime.past_guards import past_guards
@@ -33,6 +34,7 @@ from v41.tools.compare import Agreement, agree
 from v41.tools.generate_view import show_all, values
 from v41.tools.json_output import print_json
 from v41.tools.last_bits import reference
+from v41.tools.ranks import joined, own_device, random_model
 from v41.tools.recording import Recording, record, replay, steps_needed
 from v41.tools.vocabulary import Vocabulary, vocabulary_of
 
@@ -53,6 +55,7 @@ class Outcome:
     made: Recording
     agreements: dict[int, tuple[Agreement, list[tuple[int, int]]]]  # seed -> rows, and request and position of each
     reports: list[CompileReport]
+    share: Share  # of the model, that this process ran
 
     @property
     def holds(self) -> bool:
@@ -63,8 +66,13 @@ def generate_command(arguments: Namespace) -> int:
     console = Console(stderr=arguments.json)
     console.width = max(console.width, WIDTH)  # a narrow terminal wraps lines; a table cut short would hide figures
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        outcome = carry_out(arguments, progress)
+    device = checked_device(own_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    with joined(device) as share:
+        quiet = share.rank > 0 or not console.is_terminal
+        with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
+            outcome = carry_out(arguments, progress, device, share)
+    if share.rank > 0:
+        return 0 if outcome.holds else 1
     if arguments.json:
         print_json("generate", values(outcome))
     else:
@@ -72,12 +80,12 @@ def generate_command(arguments: Namespace) -> int:
     return 0 if outcome.holds else 1
 
 
-def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
+def carry_out(arguments: Namespace, progress: Progress, device: str, share: Share = WHOLE) -> Outcome:
     """Everything but the printing."""
-    device = checked_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     effective_codegen(Options(codegen=arguments.codegen), torch.device(device))  # refuses what would fail later
     source = arguments.checkpoint if arguments.checkpoint is not None else f"preset {preset(arguments)}"
-    model = build_model(arguments, 0, device, loading(progress))
+    source += f", shared by {share.world} ranks" if share.world > 1 else ""
+    model = build_model(arguments, 0, device, loading(progress), share)
     config = model.config
     vocabulary = vocabulary_of(config, arguments.checkpoint)
     prompts = [vocabulary.encode(text) for text in arguments.prompt or packaged_prompts()]
@@ -96,12 +104,13 @@ def carry_out(arguments: Namespace, progress: Progress) -> Outcome:
         made = record(compiled, config, prompts, **settings, choose=choose, progress=tick)
         for seed in range(arguments.seeds if arguments.compare_eager else 0):
             if seed and not arguments.checkpoint:
-                model.load_state_dict(build_model(arguments, seed, device).state_dict())
+                model.load_state_dict(build_model(arguments, seed, device, share=share).state_dict())
             tick = advancing(f"compare with eager, seed {seed}")
             agreements[seed] = compare(model, compiled, prompts, seed, settings, tick)
-    counts = count(model)
-    parameters = counts.backbone + counts.engram_tables
-    return Outcome(source, config, device, parameters, model.loaded, vocabulary, prompts, made, agreements, reports)
+    with torch.device("meta"):
+        counts = count(model if share.world == 1 else V41ForCausalLM(config))
+    size = counts.backbone + counts.engram_tables
+    return Outcome(source, config, device, size, model.loaded, vocabulary, prompts, made, agreements, reports, share)
 
 
 def checked_device(device: str) -> str:
@@ -124,12 +133,16 @@ def generator_of(device: str, seed: int) -> torch.Generator:
 
 
 def build_model(
-    arguments: Namespace, seed: int, device: str, heard: Hear = lambda done, whole: None
+    arguments: Namespace,
+    seed: int,
+    device: str,
+    heard: Hear = lambda done, whole: None,
+    share: Share = WHOLE,
 ) -> V41ForCausalLM:
-    """The plain model, its weights from the checkpoint, or random ones that only `seed` decides."""
+    """`share` of the plain model, its weights from the checkpoint, or random ones that only `seed` decides."""
     if arguments.checkpoint is not None:
-        return V41ForCausalLM.from_checkpoint(arguments.checkpoint, device, progress=heard)
-    return V41ForCausalLM.random(V41Config.preset(preset(arguments)), seed, device)
+        return V41ForCausalLM.from_checkpoint(arguments.checkpoint, device, progress=heard, share=share)
+    return random_model(V41Config.preset(preset(arguments)), seed, device, share)
 
 
 def preset(arguments: Namespace) -> str:

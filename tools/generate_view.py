@@ -34,7 +34,9 @@ def show_all(console: Console, outcome: Outcome) -> None:
     heading(console, "what the compiler did")
     show(console, outcome.reports)
     console.print()
-    console.print(regions_table(regions_found(passes_of(outcome)), regions_expected(outcome.config)))
+    console.print(
+        regions_table(regions_found(passes_of(outcome)), regions_expected(outcome.config, outcome.share.world))
+    )
 
 
 def heading(console: Console, text: str) -> None:
@@ -136,7 +138,7 @@ def values(outcome: Outcome) -> dict[str, Any]:
         "steps": [{"rows": step.rows, "seconds": step.seconds} for step in outcome.made.steps],
         "holds": outcome.holds,
         "agreement": {seed: agreement_values(agreement) for seed, (agreement, _) in outcome.agreements.items()},
-        "regions": regions_values(passes_of(outcome), regions_expected(outcome.config)),
+        "regions": regions_values(passes_of(outcome), regions_expected(outcome.config, outcome.share.world)),
         "graphs": as_json(outcome.reports),
     }
 

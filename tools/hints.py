@@ -75,7 +75,6 @@ HINTS = {
     "the router's weight enters before W2": "multiply the activation by the weight, before it is rounded",
     "the outputs of a row's picks are added, and nothing else is": "sum what W2 gives for the picks of a row",
     "only the input of W2 and the sum are rounded": "compute activation and sum in fp32, and round each at its end",
-    "its group has one rank": "nothing: what several ranks have must travel",
     "one number reduced is that number": "reduce by sum, avg, min, max or product",
     "one value is reduced at a time": "all-reduce each value by itself",
     "what ranks have is added up": "reduce by sum, and divide behind the norm or in the weights",

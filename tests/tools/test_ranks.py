@@ -1,0 +1,69 @@
+"""A command under torchrun: each process holds its share of one model, and together they write what one would write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import ROOT
+from tests.model_def.rows import QUICK
+from tests.model_def.test_parallel import FOUR, as_bytes
+from v41.model_def.checkpoint import slots
+from v41.model_def.model import V41ForCausalLM
+from v41.model_def.parallel import WHOLE, Share, split_dimension
+from v41.tools.expected import regions_expected
+from v41.tools.inspect import first_layers
+from v41.tools.ranks import joined, own_device, random_model
+
+
+def parts(tensors: list[Tensor], name: str) -> Tensor:
+    dimension = split_dimension(name)
+    return torch.cat([as_bytes(each) for each in tensors], dimension) if dimension is not None else as_bytes(tensors[0])
+
+
+def test_shares_of_random_weights_are_parts_of_one_model() -> None:
+    config = first_layers(QUICK.replace(weight_dtype="fp8", expert_dtype="fp4"), 1)
+    whole = slots(V41ForCausalLM.random(config, seed=3))
+    shares = [slots(random_model(config, 3, "cpu", Share(rank, 2, "0"))) for rank in range(2)]
+    for name, slot in whole.items():
+        assert torch.equal(parts([share[name].parameter for share in shares], name), as_bytes(slot.parameter)), name
+    alone = slots(random_model(config, 3, "cpu", WHOLE))
+    assert all(torch.equal(as_bytes(alone[name].parameter), as_bytes(slot.parameter)) for name, slot in whole.items())
+
+
+def test_without_torchrun_a_process_is_all_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined("cpu") as share:
+        assert share is WHOLE
+    assert own_device("cuda") == "cuda"
+
+
+def test_each_process_takes_a_device_of_its_own_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert (own_device("cuda"), own_device("cuda:0"), own_device("cpu")) == ("cuda:1", "cuda:0", "cpu")
+
+
+def test_a_config_asks_for_a_sum_in_front_of_each_boundary() -> None:
+    alone, shared = regions_expected(FOUR), regions_expected(FOUR, 4)
+    fused = {name: shared[name] for name in shared.keys() - alone.keys()}
+    assert sum(fused.values()) == 2 * FOUR.num_hidden_layers and alone.items() <= shared.items()
+
+
+@pytest.mark.slow
+def test_two_processes_generate_what_eager_does(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29511"]
+    command = [*torchrun, "-m", "v41.tools.cli", "generate", "--tokens", "3", "--compare-eager", "--seeds", "1"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run([*command, "--json"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert "shared by 2 ranks" in run.stdout and told["regions"]["found"] == told["regions"]["by_config"]
