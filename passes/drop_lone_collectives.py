@@ -3,9 +3,9 @@
     before   x -> all_reduce(sum, a group of one) -> wait_tensor -> y
     after    x -> clone -> y
 
-Site: an all-reduce, all-gather or reduce-scatter over one rank. Exact: there each of them copies its input. The copy stays,
-since the caller may return both; canonicalize takes it where nobody could tell. The effect goes, which is this pass's
-business to break: such a collective talks to nobody, so it keeps no order.
+Site: an all-reduce, all-gather or reduce-scatter over one rank. Exact: there each of them copies its input. The copy
+stays, since the caller may return both; canonicalize takes it where nobody could tell. The effect goes, which is this
+pass's business to break: such a collective talks to nobody, so it keeps no order.
 """
 
 from __future__ import annotations

@@ -43,8 +43,10 @@ def joined(device: str) -> Iterator[Share]:
         torch.cuda.set_device(where)
     alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
     dist.init_process_group("nccl" if where.type == "cuda" and alone else "gloo")
+    everybody = dist.group.WORLD
+    assert everybody is not None
     try:
-        yield Share.of_group(dist.group.WORLD)
+        yield Share.of_group(everybody)
     finally:
         dist.destroy_process_group()
 
