@@ -1,13 +1,15 @@
 """The `v41` command. A subcommand prints aligned tables or, with --json, the same facts; its exit code is the verdict.
 
-    0   done, and what was asked to hold holds
-    1   done, and it does not hold
-    2   refused: what was found, where, and what to do, on stderr
+    0     done, and what was asked to hold holds
+    1     done, and it does not hold
+    2     refused: what was found, where, and what to do, on stderr
+    130   stopped by Ctrl-C: no file is half-written
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,6 +17,8 @@ from pathlib import Path
 
 from v41 import __version__
 from v41.options import CODEGENS
+from v41.tools.completion import SHELLS
+from v41.tools.parser import Parser
 
 PRESETS = "tiny, bench (90 GB) or flash (503 GB), with random weights"
 MODELS = "a preset (tiny, bench, flash), a checkpoint folder, or MODULE:FUNCTION that returns (model, inputs)"
@@ -30,14 +34,15 @@ COMMANDS = {  # what runs each: a module of v41.tools and its function
     "kernels": ("kernels_command", "kernels_command"),
     "verify": ("verify_command", "verify_command"),
     "bisect": ("bisect_command", "bisect_command"),
+    "completion": ("completion", "completion_command"),
     "passes": ("passes_command", "passes_command"),
     "why-not": ("why_not", "why_not_command"),
     "diff": ("diff_command", "diff_command"),
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="v41", description="DeepSeek-V4.1-Flash, compiled from its plain definition.")
+def parser() -> Parser:
+    made = Parser(prog="v41", description="DeepSeek-V4.1-Flash, compiled from its plain definition.")
     made.add_argument("--version", action="version", version=f"v41 {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="read prompts, write tokens, show what the compiler did"))
@@ -53,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add_kernels(commands.add_parser("kernels", help="generated kernels: text, launches, registers, spills"))
     add_passes(commands.add_parser("verify", help="each pass numerically: the first node whose value is another"))
     add_bisect(commands.add_parser("bisect", help="the first pass with which a check of yours fails"))
+    add_completion(commands.add_parser("completion", help="completion of commands and options for your shell"))
     add_bench(commands.add_parser("bench", help="measure on this GPU, check against fp64, keep the figures as JSON"))
     return made
 
@@ -82,11 +88,13 @@ def add_layers(command: argparse.ArgumentParser) -> None:
 
 
 def add_common(command: argparse.ArgumentParser) -> None:
-    """What every command has that looks at a model."""
-    command.add_argument(
-        "--json", action="store_true", help="print the facts as JSON, with the version of their layout"
-    )
+    """What every command has that judges a model."""
+    add_json(command)
     add_strict(command)
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print the facts as JSON, in a layout with a version")
 
 
 def add_inspect(command: argparse.ArgumentParser) -> None:
@@ -111,14 +119,15 @@ def add_memory(command: argparse.ArgumentParser) -> None:
     command.description = "What a step holds between its pieces, where it is fullest, and what graphs of a bucket need."
     add_source(command)
     add_step(command, [16, 4096])
-    add_common(command)
+    add_json(command)
 
 
 def add_explain(command: argparse.ArgumentParser) -> None:
     command.description = "Where a node comes from, what passes made of it, where it lies now, and what runs it."
     told = "a node, a region's body, a piece, an input, or a line of the model (mhc.py:66)"
     command.add_argument("name", metavar="NODE", help=told)
-    add_passes(command, position=False)
+    add_source(command, position=False)
+    add_json(command)
 
 
 def add_kernels(command: argparse.ArgumentParser) -> None:
@@ -132,8 +141,13 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
 
 def add_bisect(command: argparse.ArgumentParser) -> None:
     command.description = "Runs a check with the first so many passes alone, until it is known which one breaks it."
-    command.add_argument("--json", action="store_true", help="print the facts as JSON")
+    add_json(command)
     command.add_argument("check", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="exits with 0 if all is well")
+
+
+def add_completion(command: argparse.ArgumentParser) -> None:
+    command.description = "Prints what your shell has to read."
+    command.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
 
 
 def add_step(command: argparse.ArgumentParser, tokens: list[int]) -> None:
@@ -178,6 +192,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     boundary.add_argument("--workers", type=positive, default=12, help="processes that compile schedules (12)")
     add_rowwise(rowwise := cases.add_parser("rowwise", help="kernels of the row-wise work between products, likewise"))
     add_attention(attention := cases.add_parser("attention", help="sparse attention at released widths, likewise"))
+    add_allreduce(allreduce := cases.add_parser("allreduce", help="sums over ranks fused with what reads them"))
     agreement = cases.add_parser("agreement", help="whole models against eager, every codegen, beside an fp64 run")
     add_reading(agreement)
     add_codegens(agreement)
@@ -185,7 +200,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_codegens(capacity)
     program = cases.add_parser("program", help="whole steps: v41 against eager and the modes of torch.compile")
     add_program(program)
-    for case in (boundary, rowwise, attention, agreement, capacity, program):
+    for case in (boundary, rowwise, attention, allreduce, agreement, capacity, program):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
 
@@ -210,6 +225,19 @@ def add_attention(command: argparse.ArgumentParser) -> None:
     command.add_argument("--contenders", choices=names, nargs="+", default=names, metavar="NAME",
                          help=f"({spaced(names)})")  # fmt: skip
     command.add_argument("--budget", type=float, default=300, help="seconds after which no contender starts (300)")
+
+
+def add_allreduce(command: argparse.ArgumentParser) -> None:
+    modes = "bench: times (the default); check: values, bits, replays with ranks adrift, a rank that stays away"
+    command.add_argument("mode", nargs="?", choices=("bench", "check"), default="bench", help=modes)
+    rows, cases = [1, 2, 5, 16, 40, 64, 256, 1024, 4096], ["critical", "seam", "residual"]
+    command.add_argument("--ranks", type=positive, nargs="+", default=[2], metavar="N",
+                         help="of a group, one group after the other (2); under torchrun, its own")  # fmt: skip
+    command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
+    command.add_argument("--cases", choices=cases, nargs="+", default=cases, metavar="NAME", help=f"({spaced(cases)})")
+    command.add_argument("--replays", type=positive, metavar="N",
+                         help="calls in graphs (10000; 500 where ranks share a GPU)")  # fmt: skip
+    command.add_argument("--budget", type=float, default=400, help="seconds after which nothing starts (400)")
 
 
 def add_codegens(command: argparse.ArgumentParser) -> None:
@@ -305,6 +333,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (V41Error, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what is left to flush goes nowhere)
+        return 0
 
 
 if __name__ == "__main__":
