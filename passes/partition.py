@@ -11,7 +11,7 @@ everybody sees which memory is written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import SymInt, Tensor
@@ -36,21 +36,14 @@ def partition(
     cut_at: the region kinds that become pieces of their own. along: the name of the size whose work lies apart from
     work with others. called: input -> what the user calls it, for naming sizes.
     """
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    inputs = [node for node in order if node.op == "placeholder"]
-    outputs, copied = _outputs(gm), _copied(gm)
+    inputs, outputs, copied = gm.graph.find_nodes(op="placeholder"), _outputs(gm), copied_nodes(gm)
     judged = judge(gm, cut_at, along, size_names(gm, called or {}))
     drafts = _drafts(gm, judged, copied)
     late = [node for node in dict.fromkeys(outputs) if isinstance(node, Node) and node in copied]
     if late:  # views of written inputs and sizes that the graph returns are taken at its end
         drafts = drafts or [Draft("start of the graph", Kind.EVEN, [])]
         drafts[-1].own += late
-    ints = {str(node.meta["val"]): node for node in inputs if isinstance(node.meta.get("val"), SymInt)}
-    for draft in drafts:
-        draft.nodes = sorted(_with_copies(draft.own, copied), key=order.__getitem__)
-        draft.reads = _reads(draft.nodes)
-        draft.reads += _unbound_symbols(draft, ints, judged.sizes)
-    pieces, returned = _pieces(gm, drafts, outputs, judged)
+    pieces, returned = cut(gm, drafts, copied, judged)
     plan = Plan(
         inputs=tuple(node.name for node in inputs),
         outputs=tuple(node.name if isinstance(node, Node) else node for node in outputs),  # type: ignore[misc]
@@ -61,12 +54,27 @@ def partition(
     return replace(plan, buffers=buffers(plan, {node.name: node.meta.get("val") for node in (*inputs, *returned)}))
 
 
+def cut(
+    gm: GraphModule, drafts: Sequence[Draft], copied: dict[Node, None], judged: Judge
+) -> tuple[list[Piece], list[Node]]:
+    """The pieces that `drafts`, in order, make of `gm`, and every value they return. drafts: each node once that is not
+    `copied` into all that need it."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    inputs = [node for node in order if node.op == "placeholder"]
+    ints = {str(node.meta["val"]): node for node in inputs if isinstance(node.meta.get("val"), SymInt)}
+    for draft in drafts:
+        draft.nodes = sorted(_with_copies(draft.own, copied), key=order.__getitem__)
+        draft.reads = _reads(draft.nodes)
+        draft.reads += _unbound_symbols(draft, ints, judged.sizes)
+    return _pieces(gm, list(drafts), _outputs(gm), judged)
+
+
 def _outputs(gm: GraphModule) -> tuple[object, ...]:
     (results,) = gm.graph.output_node().args
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
-def _copied(gm: GraphModule) -> dict[Node, None]:
+def copied_nodes(gm: GraphModule) -> dict[Node, None]:
     """Constants, arithmetic on sizes, and views of written inputs: what every piece that needs it holds for itself."""
     written = written_inputs(gm)
     found: dict[Node, None] = {}

@@ -32,8 +32,8 @@ from v41.runtime.segments import segments
 from v41.runtime.static_inputs import (
     StaticInputs,
     copies,
-    dimensions,
     no_buckets,
+    place_of,
     symbolic,
     uncopyable,
     with_copies,
@@ -138,14 +138,6 @@ class Replayer:
     def _uncaptured(self, reason: str) -> Run:
         self.log.uncaptured[reason] = self.log.uncaptured.get(reason, 0) + 1
         return self.plain
-
-
-def place_of(plan: Plan, symbol: str) -> tuple[int, int | None]:
-    """Where a step's inputs say what `symbol` is: the place of an int, or of a tensor and which of its sizes."""
-    specs = [plan.values[name] for name in plan.inputs]
-    if f"int {symbol}" in specs:
-        return specs.index(f"int {symbol}"), None
-    return next((i, sizes.index(symbol)) for i, spec in enumerate(specs) if symbol in (sizes := dimensions(spec) or ()))
 
 
 def never_whole(plan: Plan) -> str | None:

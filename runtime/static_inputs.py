@@ -30,6 +30,14 @@ def symbolic(spec: str) -> bool:
     return any(not size.isdigit() for size in dimensions(spec) or ())
 
 
+def place_of(plan: Plan, symbol: str) -> tuple[int, int | None]:
+    """Where a step's inputs say what `symbol` is: the place of an int, or of a tensor and which of its sizes."""
+    specs = [plan.values[name] for name in plan.inputs]
+    if f"int {symbol}" in specs:
+        return specs.index(f"int {symbol}"), None
+    return next((i, sizes.index(symbol)) for i, spec in enumerate(specs) if symbol in (sizes := dimensions(spec) or ()))
+
+
 class StaticInputs:
     """The buffers of one plan, by place of the input."""
 

@@ -109,6 +109,8 @@ class Plan:
     whole: dict[str, int] = field(default_factory=dict)  # name of a size -> up to which a step is captured whole
     buffers: dict[str, Buffer] = field(default_factory=dict)  # one for every tensor of `values`
     events: tuple[Event, ...] = ()  # none where all pieces are on one stream
+    pays_at: tuple[int, ...] = ()  # of a plan with side streams: numbers of rows for which it beats the one without
+    overlapped: Plan | None = None  # the same program with work on side streams, where it pays
     rebuilt: tuple[int, ...] = ()  # outputs handed to nobody: AOTAutograd returns a view of an input of their layout
     groups: tuple[str, ...] = ()  # names of the process groups that it speaks to, in order of first use
     collectives: tuple[str, ...] = ()  # what it says to them, in order (passes/analysis/collectives.py)
@@ -134,7 +136,9 @@ class Plan:
 
     def without_bodies(self) -> Plan:
         """The plan as data alone: no ATen graph, no fake tensor."""
-        return replace(self, pieces=tuple(replace(piece, body=_no_body()) for piece in self.pieces))
+        overlapped = self.overlapped and self.overlapped.without_bodies()
+        pieces = tuple(replace(piece, body=_no_body()) for piece in self.pieces)
+        return replace(self, pieces=pieces, overlapped=overlapped)
 
     def to_json(self) -> str:
         """The plan without its bodies, stable from run to run."""
@@ -144,14 +148,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """What `to_json` wrote, without bodies. PlanUnreadable where that is something else."""
         try:
-            facts = json.loads(text)
-            return cls(
-                **_tuples(facts, but=("pieces", "buckets", "buffers", "events")),
-                pieces=tuple(Piece(**_tuples(piece), body=_no_body()) for piece in facts["pieces"]),
-                buckets={name: tuple(rungs) for name, rungs in facts["buckets"].items()},
-                buffers={name: Buffer(**_tuples(buffer)) for name, buffer in facts["buffers"].items()},
-                events=tuple(Event(**event) for event in facts["events"]),
-            )
+            return _plan(json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanUnreadable("Plan.from_json", reason=f"{type(error).__name__}: {error}") from error
 
@@ -180,6 +177,17 @@ class Plan:
             piece.border,
             piece.source,
         )
+
+
+def _plan(facts: dict[str, Any]) -> Plan:
+    return Plan(
+        **_tuples(facts, but=("pieces", "buckets", "buffers", "events", "overlapped")),
+        pieces=tuple(Piece(**_tuples(piece), body=_no_body()) for piece in facts["pieces"]),
+        buckets={name: tuple(rungs) for name, rungs in facts["buckets"].items()},
+        buffers={name: Buffer(**_tuples(buffer)) for name, buffer in facts["buffers"].items()},
+        events=tuple(Event(**event) for event in facts["events"]),
+        overlapped=facts["overlapped"] and _plan(facts["overlapped"]),
+    )
 
 
 def _no_body() -> GraphModule:

@@ -34,7 +34,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -56,6 +56,13 @@ class Region:
         """Kind and form, or the kind alone where it says the form already."""
         form = self.attrs.get("form")
         return self.kind if form is None or self.kind.endswith(f"_{form}") else f"{self.kind} {form}"
+
+
+class Measure(Protocol):
+    """Times work where it will run."""
+
+    def __call__(self, body: GraphModule, rows: int) -> float | None:
+        """µs of a piece with this body at so many rows, alone; None where it cannot be run on its own."""
 
 
 class NotOutlinable(AssertionError):

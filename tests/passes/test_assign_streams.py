@@ -1,0 +1,237 @@
+"""assign_streams: cones leave the path where it pays, nothing of theirs changes a bit at any timing, effects stay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.fx import GraphModule
+
+from tests.side_streams import SideStreams
+from tests.strategies.mhc import Stack, stacks
+from tests.strategies.side_work import by_nodes, check_sides, planned, program, programs
+from tests.strategies.tracing import trace
+from v41.passes import assign_streams as module
+from v41.passes import side_work, split_piece, synchronise
+from v41.passes.analysis.happens_before import races
+from v41.passes.analysis.plan_facts import PlanFacts
+from v41.passes.assign_streams import RULES, STREAMS, assign_streams
+from v41.passes.canonicalize import canonicalize
+from v41.passes.check_plan import check_plan
+from v41.passes.fold_sinkhorn import fold_sinkhorn
+from v41.passes.outline_mhc import outline_mhc
+from v41.passes.partition import partition
+from v41.passes.pipeline import ALONG, CUT_AT
+from v41.passes.same_values import random_inputs
+from v41.passes.side_work import PARTS
+from v41.plan import Plan
+from v41.regions import flatten, region_of, regions
+from v41.report import Decision
+from v41.runtime.executor import eager_artifact, executor
+
+RUNGS = (1, 4)
+FEWEST = settings(max_examples=max(1, settings.default.max_examples // 8))  # seconds each
+US = {"mhc_boundary": 10.0, "mhc_critical": 4.0, "mhc_coefficients": 6.0}
+
+
+def by_kind(body: GraphModule, rows: int) -> float:
+    """A Measure: what the halves of a boundary take, and 9 µs for all else."""
+    return next((US[region_of(call).kind] for call in regions(body) if region_of(call).kind in US), 9.0)
+
+
+def boundaries(stack: Stack) -> GraphModule:
+    function, row, weights = stack.to_trace()
+    gm = trace(function, row, static=weights)
+    for each in (canonicalize, fold_sinkhorn, outline_mhc):
+        each(gm)
+    return gm
+
+
+def check_streams(gm: GraphModule, plan: Plan, made: Plan, seeds: Sequence[int] = (0, 1, 2)) -> None:
+    """`made` is sound, needs each of its events, and gives the plan's bits in any order that these leave open."""
+    check_plan(made)
+    check_sides(made)
+    for event in made.events:
+        fewer = replace(made, events=tuple(each for each in made.events if each is not event))
+        assert races(PlanFacts(fewer)), f"{event} is not needed"
+    artifacts = {piece.key: eager_artifact(piece.body) for piece in (*plan.pieces, *made.pieces)}
+    for seed in seeds:
+        inputs, twins = (random_inputs(flatten(gm), 3, seed=seed) for _ in range(2))
+        torch.manual_seed(seed)
+        wanted = executor(plan, artifacts)(list(inputs))
+        torch.manual_seed(seed)
+        results = SideStreams(made, artifacts, random.Random(seed).choice, seed=seed).run(twins)
+        written = [plan.inputs.index(name) for piece in plan.pieces for name in piece.writes]
+        pairs = [*((inputs[at], twins[at]) for at in written), *zip(wanted, results, strict=True)]
+        for one, other in pairs:
+            assert not isinstance(one, Tensor) or torch.equal(bits(one), bits(other)), f"seed {seed}"
+
+
+def bits(value: Tensor) -> Tensor:
+    return value.contiguous().view(torch.uint8)
+
+
+@pytest.mark.slow
+@FEWEST
+@given(stacks())
+def test_the_coefficients_of_any_boundary_run_beside_its_sublayer(stack: Stack) -> None:
+    check_boundaries(stack)
+
+
+def test_the_coefficients_of_every_boundary_run_beside_its_sublayer() -> None:
+    check_boundaries(Stack(engrams=(1,), iters=1))
+
+
+def check_boundaries(stack: Stack) -> None:
+    gm = boundaries(stack)
+    plan = partition(gm, cut_at=CUT_AT, along=ALONG)
+    made, decisions = assign_streams(plan, RUNGS, by_kind)
+    kinds = [[region_of(call).kind for call in regions(piece.body)] for piece in made.pieces if piece.stream]
+    boundary = [call for call in regions(gm) if region_of(call).kind == "mhc_boundary"]
+    assert kinds == [["mhc_coefficients"]] * len(boundary) and all(each.applied for each in decisions)
+    assert not any(region_of(call).kind in PARTS for piece in made.pieces for call in regions(piece.body))
+    check_streams(gm, plan, made)
+
+
+@FEWEST
+@given(programs)
+def test_any_program(steps: list[str]) -> None:
+    gm = program(steps)
+    plan = planned(gm)
+    made, _ = assign_streams(plan, RUNGS, by_nodes)
+    check_streams(gm, plan, made)
+
+
+LATE = ["keep", "seam", "seam", "seam", "use", "seam"]
+EARLY = ["seam", "seam", "seam", "look up", "seam"]
+BESIDE_WRITES = ["gather", "keep", "seam", "write", "seam", "keep a read", "seam", "use", "look up", "gather", "seam"]
+
+
+@cache
+def compiled(*steps: str) -> tuple[GraphModule, Plan]:
+    gm = program(steps)
+    return gm, planned(gm)
+
+
+def streams_of(made: Plan) -> list[str]:
+    return [f"{piece.name}@{piece.stream}" for piece in made.pieces if piece.stream]
+
+
+def test_what_is_read_late_forks_behind_its_piece_and_joins_at_its_reader() -> None:
+    gm, plan = compiled(*LATE)
+    made, (decision,) = assign_streams(plan, RUNGS, by_nodes)
+    assert decision.applied and streams_of(made) == ["piece_0_side@1"]
+    check_streams(gm, plan, made)
+
+
+def test_what_hangs_on_ids_alone_starts_at_once() -> None:
+    gm, plan = compiled(*EARLY)
+    made, decisions = assign_streams(plan, RUNGS, by_nodes)
+    assert [each.applied for each in decisions] == [True] and made.pieces[0].stream == STREAMS["early"]
+    check_streams(gm, plan, made)
+
+
+def test_writes_and_what_reads_them_stay() -> None:
+    gm, plan = compiled(*BESIDE_WRITES)
+    made, decisions = assign_streams(plan, RUNGS, by_nodes)
+    assert any(each.applied for each in decisions)
+    check_streams(gm, plan, made)
+
+
+def test_a_piece_that_nobody_reads_soon_leaves_as_it_is() -> None:
+    """What is kept is of a piece of its own, since what stands in front of the seam is ready without it."""
+    gm, plan = compiled("seam", "look up", "seam", "seam", "keep", "seam")
+    made, decisions = assign_streams(plan, RUNGS, by_nodes)
+    assert any(each.applied for each in decisions)
+    check_streams(gm, plan, made)
+
+
+def test_a_plan_without_slack_stays_as_it_is() -> None:
+    _, plan = compiled("seam", "seam", "seam")
+    assert assign_streams(plan, RUNGS, by_nodes) == (plan, [])
+
+
+def test_it_is_used_at_the_rungs_where_it_pays() -> None:
+    """Above 4 rows the rest alone takes as long as all did."""
+    _, plan = compiled(*LATE)
+    made, (decision,) = assign_streams(plan, (1, 4, 16, 64), lambda body, rows: by_nodes(body, rows) if rows < 9 else 5)
+    assert made.pays_at == (1, 4) and decision.times is not None
+    assert {rows: gain > 0 for rows, gain in decision.times["gain"].items()} == {1: True, 4: True, 16: False, 64: False}
+    assert Plan.from_json(replace(plan, overlapped=made).to_json()) == replace(plan, overlapped=made)
+
+
+def flawed(rule: str) -> tuple[Plan, Any]:
+    """A plan and a Measure for which a cone breaks this rule alone."""
+    _, plan = compiled(*LATE)
+    if "captured" in rule:
+        first, *others = plan.pieces
+        return replace(plan, pieces=(replace(first, uncapturable="it asks the host"), *others)), by_nodes
+    if "takes longer" in rule:
+        return plan, lambda body, rows: 100.0 if any("mm" in str(node.target) for node in body.graph.nodes) else 1.0
+    return plan, lambda body, rows: 5.0
+
+
+FLAWS = tuple(rule for rule, _ in RULES)
+
+
+def decided(rule: str) -> list[Decision]:
+    plan, measure = flawed(rule)
+    return assign_streams(plan, RUNGS, measure)[1]
+
+
+@pytest.mark.parametrize("rule", FLAWS)
+def test_names_the_rule_that_a_cone_breaks(rule: str) -> None:
+    (decision,) = decided(rule)
+    assert (decision.applied, decision.rule, decision.node) == (False, rule, "piece_0_side")
+    assert "side_work.py" in decision.source
+
+
+@pytest.mark.parametrize("rule", FLAWS)
+def test_a_deleted_rule_lets_its_flaw_through(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RULES", tuple(each for each in RULES if each[0] != rule))
+    (decision,) = decided(rule)
+    assert decision.rule != rule
+
+
+needed, ready = side_work._needed, side_work.Finder._ready
+WRONG: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
+    "effects may leave": (
+        side_work, "effect_of", lambda node: None, ("keep a draw", *["seam"] * 7, "use", "seam")),
+    "what reads a cache may leave": (
+        side_work, "_needed", lambda body, soon, touched: needed(body, soon, ()),
+        ("keep a read", "seam", "write", "seam", "seam", "seam", "seam", "use", "seam")),
+    "a written cache is there from the start": (
+        side_work.Finder, "_ready", lambda self, at, piece: unwritten(self, at, piece),
+        ("seam", "write", "seam", "seam", "seam", "gather", "seam")),
+    "streams without events": (module, "synchronise", lambda plan: plan, tuple(LATE)),
+    "inputs are free as soon as the host is done": (
+        synchronise, "_unused_from", lambda facts, memory, at: at, ("keep", "seam", "seam", "seam", "seam", "use")),
+    "a part returns what it likes": (split_piece, "_renamed", lambda piece, name, names: piece, tuple(LATE)),
+}  # fmt: skip
+
+
+def unwritten(finder: side_work.Finder, at: int, piece: Any) -> Any:
+    finder.written = set()
+    return ready(finder, at, piece)
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_a_wrong_assignment_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, wrong, steps = WRONG[bug]
+    gm, plan = compiled(*steps)
+
+    def shows() -> None:
+        made, _ = assign_streams(plan, RUNGS, by_nodes)
+        check_streams(gm, plan, made)
+
+    shows()
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(Exception):  # noqa: B017
+        shows()
