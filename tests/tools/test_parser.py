@@ -1,0 +1,104 @@
+"""Help teaches by examples that work, mistyped words are answered, shells complete what there is, Ctrl-C is quiet."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from v41.errors import UnknownPass
+from v41.passes.pipeline import PIPELINE
+from v41.report import PassRun
+from v41.tools import cost_command
+from v41.tools.cli import COMMANDS, main, parser
+from v41.tools.completion import SHELLS, commands, script
+from v41.tools.nearest import choices, nearest
+from v41.tools.parser import EXAMPLES
+from v41.tools.pass_runs import pass_named
+
+LINES = [(command, line) for command, lines in EXAMPLES.items() for line, _ in lines]
+
+
+@pytest.mark.parametrize(("command", "line"), LINES)
+def test_every_example_is_a_command_that_is_understood(command: str | None, line: str) -> None:
+    words = shlex.split(line.removeprefix('eval "$(').removesuffix(')"'))
+    assert words[0] == "v41"
+    found = parser().parse_args(words[1:])
+    assert command in (None, found.command)
+
+
+def test_every_command_has_an_example_in_its_help() -> None:
+    assert EXAMPLES.keys() - {None} == COMMANDS.keys()
+    for command in COMMANDS:
+        helped = parser().of(command).format_help()
+        assert all(line in helped and what in helped for line, what in EXAMPLES[command])
+    assert all(line in parser().format_help() for line, _ in EXAMPLES[None])
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [(["insepct"], "the nearest is inspect"), (["cost", "--tokns", "3"], "the nearest is --tokens"),
+     (["kernels", "--arch", "sm90"], "the nearest is sm_90"), (["bench", "rowise"], "the nearest is rowwise"),
+     (["completion", "csh"], "invalid choice"), (["cost", "--tokens", "0"], "0 is not 1 or more"),
+     (["cost", "--size", "rows"], "rows is not NAME=NUMBER")],
+)  # fmt: skip
+def test_a_mistyped_word_is_answered_with_the_nearest(
+    typed: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(typed)
+    captured = capsys.readouterr()
+    assert left.value.code == 2 and told in captured.err and not captured.out
+
+
+def test_the_nearest_of_names() -> None:
+    assert nearest("Outline_MHC", ["outline_mhc", "outline_gate"]) == "outline_mhc"
+    assert nearest("zebra", ["outline_mhc"]) is None
+    told = "outline_mhc, the nearest; all: canonicalize, outline_mhc"
+    assert choices("outline_mch", ["canonicalize", "outline_mhc"]) == told
+    assert choices("x", map(str, range(25))).endswith("and 5 more")
+    with pytest.raises(UnknownPass, match="fold_sinkhorn, the nearest"):
+        pass_named([PassRun(each.name, [], 0, 0, 0.0) for each in PIPELINE], "fold_sinkhron")
+
+
+def test_the_model_is_named_by_position_or_by_option() -> None:
+    for option in ([], ["-m"], ["--model"], ["--preset"], ["--run"]):
+        assert parser().parse_args(["cost", *option, "flash"]).model == "flash"
+    assert parser().parse_args(["cost"]).model == "tiny"
+    assert parser().parse_args(["why-not", "outline_mhc", "view_1", "-m", "run"]).model == "run"
+
+
+def test_ctrl_c_is_one_word_and_a_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(*given: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cost_command, "cost_command", stop)
+    assert main(["cost", "tiny"]) == 130
+    assert capsys.readouterr() == ("", "stopped\n")
+
+
+def test_completion_knows_every_command_and_option() -> None:
+    found = commands(parser())
+    assert found[()].keys() >= {*COMMANDS, "bench", "--help"}
+    assert found["cost",].keys() >= {"--tokens", "--gpu", "--json", "-m"}
+    assert found["bench", "rowwise"].keys() >= {"--cases", "check", "tune"}
+    for shell in SHELLS:
+        text = script(parser(), shell)
+        assert all(command in text for command in COMMANDS)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("v41 ex", ["explain"]), ("v41 cost --to", ["--tokens"]), ("v41 bench row", ["rowwise"]),
+     ("v41 bench rowwise --c", ["--cases", "--contenders"]), ("v41 completion f", ["fish"])],
+)  # fmt: skip
+def test_bash_completes(typed: str, offered: list[str], tmp_path: Path) -> None:
+    (tmp_path / "completion").write_text(script(parser(), "bash"))
+    words = typed.split()
+    ask = f'source completion; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _v41; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (offered, "")

@@ -1,0 +1,78 @@
+"""`v41 completion SHELL`: what a shell needs to complete commands and options, as text for `eval`.
+
+    eval "$(v41 completion bash)"      also zsh; `v41 completion fish | source`
+
+Made of the parser itself, so it knows every command and option that there is. Files are completed where none fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Iterator
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion_command(arguments: Namespace) -> int:
+    from v41.tools.cli import parser
+
+    print(script(parser(), arguments.shell))
+    return 0
+
+
+def script(parser: argparse.ArgumentParser, shell: str) -> str:
+    found = commands(parser)
+    return "\n".join(fish(found) if shell == "fish" else [*zsh(shell), *bash(found)])
+
+
+def commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], dict[str, str]]:
+    """Words typed so far -> words that may follow, with what they say."""
+    found: dict[tuple[str, ...], dict[str, str]] = {path: {}}
+    for action in parser._actions:
+        shown = action.help if action.help not in (None, argparse.SUPPRESS) else ""
+        if isinstance(action, argparse._SubParsersAction):
+            helped = {each.dest: each.help or "" for each in action._choices_actions}
+            for name, inner in action.choices.items():
+                found[path][name] = helped.get(name, "")
+                found |= commands(inner, (*path, name))
+        for word in (*action.option_strings, *(map(str, action.choices or ()) if not action.option_strings else ())):
+            found[path].setdefault(word, str(shown))
+    return found
+
+
+def bash(found: dict[tuple[str, ...], dict[str, str]]) -> Iterator[str]:
+    yield "_v41() {"
+    yield '  local word="${COMP_WORDS[COMP_CWORD]}" path="${COMP_WORDS[1]}" words'
+    yield '  [[ "$path" == bench && COMP_CWORD -gt 2 ]] && path="bench ${COMP_WORDS[2]}"'
+    yield '  [[ COMP_CWORD -eq 1 ]] && path=""'
+    yield '  [[ "$path" == bench && COMP_CWORD -eq 2 ]] && path="bench"'
+    yield '  case "$path" in'
+    for path, words in found.items():
+        yield f'    "{" ".join(path)}") words="{" ".join(words)}" ;;'
+    yield "  esac"
+    yield '  COMPREPLY=($(compgen -W "$words" -- "$word"))'
+    yield "}"
+    yield "complete -o default -F _v41 v41"
+
+
+def zsh(shell: str) -> list[str]:
+    """zsh runs bash's completions once it is told to."""
+    return ["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []
+
+
+def fish(found: dict[tuple[str, ...], dict[str, str]]) -> Iterator[str]:
+    for path, words in found.items():
+        if len(path) > 1:
+            continue
+        when = f"__fish_seen_subcommand_from {path[0]}" if path else "__fish_use_subcommand"
+        for word, told in words.items():
+            said = told.replace("'", "").replace("%%", "%")
+            yield f"complete -c v41 -n '{when}' {_flag(word)} -d '{said}'"
+
+
+def _flag(word: str) -> str:
+    """How fish calls a word of the command line."""
+    if word.startswith("--"):
+        return f"-l {word[2:]}"
+    return f"-s {word[1:]}" if word.startswith("-") else f"-a {word}"
