@@ -6,6 +6,9 @@ and writing it needs no order among the ranks.
 
 from __future__ import annotations
 
+import contextlib
+
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -18,10 +21,14 @@ def ranks_of(group: object) -> int | None:
     return None if found is None else int(found.size())
 
 
-def backend_of(group: object) -> str | None:
-    """ "gloo", "nccl", "fake" ...; None where no such group is known here."""
+def backend_of(group: object, device: torch.device | None = None) -> str | None:
+    """ "gloo", "nccl", "fake" ...: how the group talks about tensors on `device`; None where none is known here."""
     found = _resolved(group)
-    return None if found is None else str(dist.get_backend(found))
+    if found is None:
+        return None
+    with contextlib.suppress(RuntimeError):  # it talks about no such tensors, or is one by itself
+        return str(found._get_backend(device or torch.device("cpu")).name())
+    return str(dist.get_backend(found))
 
 
 def store_of(group: str) -> tuple[dist.Store, int, int]:

@@ -3,6 +3,7 @@
 nonzero, item, cond      the host waits for data: a size, a number or a branch depends on it
 x[mask] = y              the same, hidden: the mask is turned into indices
 x.cpu(), a CPU tensor    the replay reads or writes memory of the host, at a time nobody waits for
+all_reduce by gloo       the same: it goes through the host; by NCCL it is launches
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from v41._compat import HigherOrderOperator, OpOverload
+from v41._compat_groups import FAKE, backend_of
+from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.sizes import NodeSizes
 from v41.regions import body_of, invoke_subgraph
+
+ON_DEVICE = ("nccl", FAKE)  # backends whose collectives are launches; of a fake group there is nothing to launch
 
 
 class Obstacles:
@@ -37,6 +42,12 @@ class Obstacles:
                 return f"{name} hands a number to the host"
             if "index_put" in name and any(map(_is_mask, _indices(node))):
                 return f"{name} counts the rows of a mask"
+            if (
+                self.device.type != "cpu"
+                and effect_of(node) == "collective"
+                and (by := _talks_by(node, self.device)) not in ON_DEVICE
+            ):
+                return f"{name} by {by} goes through the host"
         arguments = {symbol for arg in node.all_input_nodes for symbol in self.sizes.made(arg)}
         if fresh := [symbol for symbol in self.sizes.made(node) if symbol not in arguments]:
             return f"{name} makes the size {fresh[0]} out of data"
@@ -56,6 +67,12 @@ class Obstacles:
         if not isinstance(value, Tensor) or value.device.type == self.device.type:
             return False
         return value.ndim > 0 or not _is_constant(node)
+
+
+def _talks_by(node: Node, device: torch.device) -> str | None:
+    """The backend of the group that a collective names; NCCL for one that names none, as a wait does."""
+    named = (backend_of(arg, device) for arg in (*node.args, *node.kwargs.values()))
+    return next(filter(None, named), ON_DEVICE[0])
 
 
 def _is_constant(node: Node) -> bool:
