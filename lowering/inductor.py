@@ -33,6 +33,7 @@ from v41._compat import (
 )
 from v41._compat_cache import loaded_inductor_code, stored_inductor_code
 from v41._compat_sizes import Numbers, with_sizes
+from v41.lowering.grouped_products import grouped_products
 from v41.lowering.narrow_products import narrow_products
 from v41.lowering.piece_inputs import checker
 from v41.lowering.tiers import Limits, Tier, chooser, distinct
@@ -82,7 +83,7 @@ def compile_piece(
     assert beyond is not None or not tiers
     piece = flatten(gm)
     drop_whole_slices(piece)
-    narrowed = narrow_products(piece)
+    narrowed, grouped = narrow_products(piece), grouped_products(piece)
     placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
     metas = [node.meta["val"] for node in placeholders]
     keep_output_strides(piece.graph)
@@ -100,7 +101,7 @@ def compile_piece(
             found.append(Tier(limits, tuple(sized.conditions())))
     if not codes:
         codes, found = [inductor_compile(piece, metas, settings, mark)], [Tier()]
-    return InductorPiece(check, chooser(found, metas), codes, beyond, narrowed, found[-1].conditions)
+    return InductorPiece(check, chooser(found, metas), codes, beyond, narrowed, grouped, found[-1].conditions)
 
 
 def with_large(ranges: Sequence[Limits]) -> list[tuple[Limits, bool]]:
@@ -111,8 +112,9 @@ def with_large(ranges: Sequence[Limits]) -> list[tuple[Limits, bool]]:
 class InductorPiece:
     """Inductor's codes, one a tier, behind the check of inputs. A stored one runs under the settings of its making.
 
-    narrowed: how many products run on 16-bit floats though the model widens them. granted: what the last code takes for
-    granted of sizes, as Python; a call that breaks it runs `beyond`.
+    narrowed: how many products run on 16-bit floats though the model widens them. grouped: how many grouped products
+    have a kernel of ours for few rows. granted: what the last code takes for granted of sizes, as Python; a call that
+    breaks it runs `beyond`.
     """
 
     def __init__(
@@ -122,10 +124,11 @@ class InductorPiece:
         codes: Sequence[Code],
         beyond: Artifact | None,
         narrowed: int = 0,
+        grouped: int = 0,
         granted: tuple[str, ...] = (),
     ) -> None:
         self.check, self.choose, self.codes, self.beyond = check, choose, codes, beyond
-        self.narrowed, self.granted = narrowed, granted
+        self.narrowed, self.grouped, self.granted = narrowed, grouped, granted
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         self.check(args)
@@ -137,7 +140,8 @@ class InductorPiece:
 
     def __reduce__(self) -> tuple[Any, ...]:
         codes = [stored_inductor_code(code) for code in self.codes]
-        return load_piece, (self.check, self.choose, codes, self.beyond, self.narrowed, self.granted)
+        facts = (self.narrowed, self.grouped, self.granted)
+        return load_piece, (self.check, self.choose, codes, self.beyond, *facts)
 
 
 def load_piece(
@@ -146,11 +150,12 @@ def load_piece(
     stored: Sequence[bytes],
     beyond: Artifact | None,
     narrowed: int,
+    grouped: int,
     granted: tuple[str, ...],
 ) -> InductorPiece:
     """The piece that was stored."""
     codes = [loaded_inductor_code(code, inductor_settings(SETTINGS)) for code in stored]
-    return InductorPiece(check, choose, codes, beyond, narrowed, granted)
+    return InductorPiece(check, choose, codes, beyond, narrowed, grouped, granted)
 
 
 def drop_whole_slices(gm: GraphModule) -> None:

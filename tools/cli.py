@@ -193,6 +193,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_rowwise(rowwise := cases.add_parser("rowwise", help="kernels of the row-wise work between products, likewise"))
     add_attention(attention := cases.add_parser("attention", help="sparse attention at released widths, likewise"))
     add_allreduce(allreduce := cases.add_parser("allreduce", help="sums over ranks fused with what reads them"))
+    add_experts(experts := cases.add_parser("experts", help="grouped products of routed experts, few rows a group"))
     agreement = cases.add_parser("agreement", help="whole models against eager, every codegen, beside an fp64 run")
     add_reading(agreement)
     add_codegens(agreement)
@@ -200,7 +201,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_codegens(capacity)
     program = cases.add_parser("program", help="whole steps: v41 against eager and the modes of torch.compile")
     add_program(program)
-    for case in (boundary, rowwise, attention, allreduce, agreement, capacity, program):
+    for case in (boundary, rowwise, attention, allreduce, experts, agreement, capacity, program):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
 
@@ -225,6 +226,13 @@ def add_attention(command: argparse.ArgumentParser) -> None:
     command.add_argument("--contenders", choices=names, nargs="+", default=names, metavar="NAME",
                          help=f"({spaced(names)})")  # fmt: skip
     command.add_argument("--budget", type=float, default=300, help="seconds after which no contender starts (300)")
+
+
+def add_experts(command: argparse.ArgumentParser) -> None:
+    modes = "bench: times and errors (the default); tune: times of several tiles"
+    command.add_argument("mode", nargs="?", choices=("bench", "tune"), default="bench", help=modes)
+    rows = [1, 16, 64, 256]
+    command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"tokens ({spaced(rows)})")
 
 
 def add_allreduce(command: argparse.ArgumentParser) -> None:

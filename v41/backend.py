@@ -32,6 +32,7 @@ from v41._compat_frames import is_cut
 from v41._compat_trace import functional_aten
 from v41.artifact_cache import open_cache
 from v41.errors import CodegenHasNoDevice, GradientsRequested, UnknownBuckets
+from v41.lowering.grouped_products import MEAN
 from v41.lowering.tuned import Tuning
 from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
@@ -160,6 +161,9 @@ def build(
     narrowed = sum(getattr(made, "narrowed", 0) for made in artifacts.values())
     if narrowed:
         report.options["products"] = (f"{narrowed} of widened 16-bit floats take them as they are", "v41; sums in fp32")
+    grouped = sum(getattr(made, "grouped", 0) for made in artifacts.values())
+    if grouped:
+        report.options["grouped products"] = (f"{grouped} have a kernel for up to {MEAN} rows a group", "v41")
     granted = granted_by(artifacts.values(), plan.sizes)
     if granted:
         report.options["granted"] = ("; ".join(granted), "v41; a call that breaks one runs ATen nodes")
