@@ -1,5 +1,5 @@
 """generate_piece: a piece whose rows are independent becomes one generated Triton kernel, or is refused with a reason.
-A lone attention is the business of a template (templates/), all else of rowwise/.
+A lone attention or indexer is the business of a template (templates/), all else of rowwise/.
 
     before   piece: rows of fp32 and bf16 in, regions, rows out        after   one launch; inputs checked at the border
 
@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, device
+from torch import Tensor, device, sym_max
 from torch.fx import GraphModule, Node
 
+from v41._compat import known_equal
 from v41.lowering.piece_inputs import checker
 from v41.lowering.rowwise import Kernel, Unsupported, generate
-from v41.lowering.templates import attention
+from v41.lowering.templates import attention, index_scores
 from v41.regions import regions
 
 DEVICES = ("cuda",)  # types that Triton compiles for here
@@ -39,8 +40,8 @@ class GeneratedPiece:
 
 def generate_piece(body: GraphModule, name: str, piece: str) -> GeneratedPiece | Unsupported:
     """The generated kernel of `body`, its text called `name` and a hash. `piece` names it where inputs do not fit."""
-    attends = any(regions(body, attention.KIND))
-    found = attention.generate(body, name) if attends else generate(body, name)
+    template = next((each for each in (attention, index_scores) if any(regions(body, each.KIND))), None)
+    found = generate(body, name) if template is None else template.generate(body, name)
     if isinstance(found, Unsupported):
         return found
     placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
@@ -60,12 +61,12 @@ def unsupported_device(where: device) -> str | None:
 
 
 def _lies_otherwise(results: Sequence[Node]) -> Unsupported | None:
-    """The first result that is not contiguous by its meta. All sizes behind the rows are numbers by now."""
+    """The first result that is not contiguous by its meta."""
     for node in results:
         value: Tensor = node.meta["val"]
-        step = 1
+        step: Any = 1
         for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):
-            if not isinstance(stride, int) or (stride != step and not (isinstance(size, int) and size == 1)):
+            if not known_equal(stride, step) and not known_equal(size, 1):
                 return Unsupported(node.name, str(node.target), f"returns strides {tuple(value.stride())}")
-            step *= size if isinstance(size, int) else 1
+            step = step * (size if isinstance(size, int) else sym_max(size, 1))
     return None

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from v41._compat import outside_fake_mode
+from v41._compat import outside_fake_mode, size_with
 from v41.passes import spans
-from v41.passes.analysis.probe import evaluate
+from v41.passes.analysis.probe import ROWS, evaluate
 from v41.passes.index_choice import Parts, find_parts
+from v41.passes.index_parts import FAILURES
 from v41.passes.matching import (
     RESHAPES,
     absorb,
@@ -49,6 +50,7 @@ from v41.report import Decision
 
 KIND = "index_scores"
 POSITIONS = 64  # of rows on which the number of entries they see is tried
+FAR = 2**40  # an entry beyond every cache
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,48 @@ class Site:
             ratios = range(1, POSITIONS)
             return next((m for m in ratios if torch.equal(found.flatten(), (position + 1) // m)), None)
 
+    @cached_property
+    def spread(self) -> int | None:
+        """n where the number b among "blocks" stands for entries b * n to b * n + n - 1; None where it does not."""
+        starts = [node for node, role in self.operands.items() if role in ("blocks", "entries")]
+        if len(starts) != 1 or self.parts.entries is None:
+            return None
+        nodes = self.parts.run(starts, self.parts.entries)
+        with outside_fake_mode():
+            number = torch.randint(0, FAR, _sizes(starts[0]), generator=torch.Generator().manual_seed(0))
+            try:
+                found = evaluate(nodes, {starts[0]: number}, self.parts.entries, keep_types=True).flatten()
+            except FAILURES:
+                return None
+            size = found.numel() // max(number.numel(), 1)
+            wanted = number.reshape(-1, 1) * size + torch.arange(size)
+            return size if size and torch.equal(found, wanted.flatten()) else None
+
+    @cached_property
+    def reach(self) -> int | None:
+        """The last entry that is asked of the cache, those behind it giving way to it: at most its own last one."""
+        parts = self.parts
+        if parts.cache is None or parts.entries is None or not isinstance(shape(parts.cache)[1], int):
+            return None
+        last = int(shape(parts.cache)[1]) - 1
+        nodes = parts.run([parts.entries], parts.at[1])
+        with outside_fake_mode():
+            count = size_with(parts.entry_count, ROWS)
+            entry = torch.linspace(0, 2 * last + 2, max(count, 1)).long()[:count]
+            entry[-1] = FAR
+            try:
+                drawn = {parts.entries: entry.reshape(_sizes(parts.entries))}
+                found = evaluate(nodes, drawn, parts.at[1], keep_types=True)
+            except FAILURES:
+                return None
+            most = int(found.max())
+            same = torch.equal(found.flatten(), entry.clamp(max=most))
+        return (last if most == FAR else most) if same and most in (FAR, *range(last + 1)) else None
+
+
+def _sizes(node: Node) -> list[int]:
+    return [size_with(size, ROWS) for size in shape(node)]
+
 
 def _is_free(node: Node) -> bool:
     """Views, widening casts, constants, and what does simple sums with integers or scales by a number."""
@@ -183,6 +227,8 @@ def attributes(site: Site) -> dict[str, Any]:
         "record_bytes": None if parts.records is None else shape(parts.records)[-1],
         "ratio": site.ratio,
         "numbered": parts.entries is not None,  # what a row sees depends on entry numbers that enter, not on columns
+        "spread": site.spread,  # entries that one of the "blocks" stands for, ascending
+        "reach": site.reach,  # the last entry that is read from the cache
         "k": parts.k,
         "ties": parts.ties,
         "block": parts.block,  # entries of a block, and how many blocks a row keeps for others; None where it does not

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from tests.invariants import apply, check_pass, copy_program
 from tests.strategies import index_scores
-from tests.strategies.index_scores import FLAWS, WIDTH, Indexer, flawed, legal, with_flaw
+from tests.strategies.index_scores import CAPACITY, FLAWS, WIDTH, Indexer, flawed, legal, with_flaw
 from tests.strategies.norms import trace_as_is
 from tests.strategies.tracing import trace
 from v41._compat_trace import functional_aten
@@ -68,6 +68,8 @@ def wanted(indexer: Indexer) -> dict[str, Any]:
         "record_bytes": WIDTH // 2 + 1 if indexer.records else None,
         "ratio": indexer.ratio,
         "numbered": True,
+        "spread": indexer.block if indexer.records else 1,
+        "reach": CAPACITY - 1 if indexer.records else None,
         "k": indexer.k,
         "ties": "any" if indexer.choice == "topk" else "lower_index",
         "block": indexer.block if source else None,
@@ -226,6 +228,7 @@ def test_the_plain_model_has_a_region_an_index_source_and_re_indexers_can_be_res
     assert [each["role"] for each in attrs] == ["source", "candidate_source", *["re_indexer"] * 2 * again]
     assert ["restricted" in each for each in attrs] == [False] * len(model.roles) + [True] * again
     for each, role in zip(attrs, model.roles, strict=False):
+        assert (each["spread"], each["reach"]) == (config.candidate_block_size, 64 // role.ratio)
         told = each["heads"], each["width"], each["k"], each["ratio"], each["record_bytes"]
         assert told == (config.index_n_heads, config.index_head_dim, config.index_topk, role.ratio, 34)
         assert each["scale"] == (config.index_head_dim * config.index_n_heads) ** -0.5

@@ -16,24 +16,13 @@ from dataclasses import dataclass
 
 from v41.lowering.rowwise.schedule import FIRST, LATER
 from v41.lowering.templates.attention.form import AS_IS, Branch, Form
+from v41.lowering.templates.formats import ADDED, DECODERS, HEAD
 
 BLOCK = 64  # keys that are weighed at once, as in DeepSeek's own: it is part of the result
 HEADS_AT_ONCE, LEAST = 64, 16  # rows of a tile that the tensor cores take
 CHUNK = 128  # channels of a tile where a program has all of them: what registers hold while it is decoded
 
-START = '''import triton
-import triton.language as tl
-
-
-@triton.jit
-def added(p, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
-    """[ROWS, COUNT] -> [ROWS]: neighbours in pairs, the pairs in pairs, in whatever threads they lie."""
-    for level in tl.static_range(LEVELS):
-        p = tl.sum(tl.reshape(p, [ROWS, COUNT >> (level + 1), 2]), 2)
-    return tl.reshape(p, [ROWS])
-
-
-@triton.jit
+WEIGH = '''@triton.jit
 def weigh(x, top, total, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
     """One more block of scores: the largest so far, the total, how far what came before fades, and p."""
     higher = tl.maximum(top, tl.max(x, 1))
@@ -42,29 +31,11 @@ def weigh(x, top, total, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.con
     return higher, total * fade + added(p, ROWS, COUNT, LEVELS), fade[:, None], p.to(tl.bfloat16)
 '''
 
-DECODERS = {
-    "e4m3": """@triton.jit
-def e4m3(byte):
-    return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-""",
-    "ue8m0": '''@triton.jit
-def ue8m0(byte):
-    """2^(byte - 127)"""
-    return tl.maximum(byte.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
-''',
-    "e2m1": '''@triton.jit
-def e2m1(byte):
-    """Of the low nibble: its exponent and mantissa put where fp32 has its lowest give the value times 2^-126."""
-    bits = byte.to(tl.int32)
-    return (((bits & 7) << 22) | ((bits & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
-''',
-}
-
 
 def text(form: Form, name: str, operands: list[str]) -> str:
     """The file, without its first lines. operands: what the kernel reads, in order."""
     used = dict.fromkeys(kind for branch in form.branches for kind in (branch.values, branch.scales))
-    parts = [START, *(DECODERS[kind] for kind in used if kind in DECODERS)]
+    parts = [HEAD, ADDED, WEIGH, *(DECODERS[kind] for kind in used if kind in DECODERS)]
     parts += [turn_text(form)] if any(form.turns) else []
     parts += [keys_text(branch, form) for branch in form.branches]
     parts.append(kernel_text(form, name, operands))

@@ -1,0 +1,169 @@
+"""form: what an `index_scores` region computes and where its operands are, read from its attributes, or refused.
+
+    region index_scores, role="candidate_source", heads=32, width=128, k=512, ratio=1, block=8, keep=2048, ...
+    ->  Form(32, 128, scale, 512, ratio=1, spread=8, reach=..., given="", block=8, keep=2048)
+
+The template takes the indexer of the plain model at any number of heads, whatever its role: dense, among candidates by
+a mask, or among blocks of candidates by a list. What a region may say beyond that is refused by the sentences in RULES.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import GraphModule, Node
+
+from v41.lowering.templates.topk import MOST
+from v41.regions import is_region, region_of
+
+KIND = "index_scores"
+COLUMNS = 16  # units of a record's values: what one product of tiles adds up
+WIDTHS = (32, 64, 128)  # so many channels are 16 units of 1, 2 or 4 bytes, and as many scales are one unit more
+TILE = 64  # entries that a program scores at once, a multiple of what numbers and blocks stand for
+
+
+@dataclass(frozen=True)
+class Form:
+    """spread: entries that a number stands for. reach: the last entry that is asked of the cache. given: by what the
+    entries are restricted. block, keep: of what is kept for others, or of the list of candidates; 0 without."""
+
+    heads: int
+    width: int
+    scale: float
+    k: int
+    ratio: int
+    spread: int
+    reach: int
+    given: str  # "", "candidates": bool [T, E], "candidate_blocks": [T, K] ascending, then -1
+    block: int
+    keep: int
+    outputs: tuple[str, ...]  # of "picks" and "kept"
+
+    @property
+    def unit(self) -> int:
+        """Bytes that are read at once: a record is 17 of them."""
+        return self.width // 32
+
+    @property
+    def keeps(self) -> bool:
+        return "kept" in self.outputs
+
+    @property
+    def listed(self) -> bool:
+        return self.given == "candidate_blocks"
+
+    @property
+    def padded_heads(self) -> int:
+        """Columns of a product: a power of two that the tensor cores take."""
+        return max(16, 1 << (self.heads - 1).bit_length())
+
+
+class NotTaken(Exception):
+    """What the template does not take: the node, and a reason that completes "refused because it ..."."""
+
+    def __init__(self, node: Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node, self.reason = node, reason
+
+
+def lone_region(body: GraphModule) -> Node:
+    """The one region that is all of `body`, but for arithmetic on sizes."""
+    calls = [node for node in body.graph.nodes if is_region(node, KIND)]
+    for node in body.graph.nodes:
+        counts = isinstance(node.meta.get("val"), (int, SymInt))
+        if node.op == "call_function" and node not in calls and node.target is not operator.getitem and not counts:
+            raise NotTaken(node, "computes beside the index scores")
+    if len(calls) != 1:
+        raise NotTaken(body.graph.output_node(), f"holds {len(calls)} index scores")
+    return calls[0]
+
+
+def form_of(call: Node) -> Form:
+    """The Form of a region, or NotTaken."""
+    attrs = region_of(call).attrs
+    for sentence, holds in RULES:
+        if not holds(attrs):
+            raise NotTaken(call, sentence)
+    given = next((role for role in attrs["operands"] if role in ("candidates", "candidate_blocks")), "")
+    read: dict[str, Any] = {name: attrs[name] for name in ("heads", "width", "scale", "k", "ratio", "spread", "reach")}
+    block, keep = attrs["block"] or 0, attrs["keep"] or 0
+    return Form(**read, given=given, block=block, keep=keep, outputs=attrs["outputs"])
+
+
+def _packs_otherwise(attrs: dict[str, Any]) -> bool:
+    return attrs["record"] != "mxfp4" or attrs["width"] not in WIDTHS
+
+
+def _fills_a_tile(count: int | None) -> bool:
+    return count is None or (count.bit_count() == 1 and count <= TILE)
+
+
+RULES: tuple[tuple[str, Callable[[dict[str, Any]], bool]], ...] = (
+    (f"reads keys that are no MXFP4 records of {WIDTHS} channels", lambda attrs: not _packs_otherwise(attrs)),
+    ("takes keys, rows or what they see by other operands",
+     lambda attrs: {"queries", "weights", "cache", "slots", "rows", "requests", "columns", "positions", "blocks"}
+     <= set(attrs["operands"])),
+    ("counts what a row sees otherwise", lambda attrs: attrs["ratio"] is not None and attrs["numbered"]),
+    (f"numbers entries otherwise than by powers of two up to {TILE} a number, as far as the cache reaches",
+     lambda attrs: None not in (attrs["spread"], attrs["reach"]) and _fills_a_tile(attrs["spread"])),
+    (f"has blocks of more than {TILE} entries, or of no power of two", lambda attrs: _fills_a_tile(attrs["block"])),
+    (f"picks or keeps more than {MOST}", lambda attrs: max(attrs["k"], attrs["keep"] or 0) <= MOST),
+    ("has more heads than a tile", lambda attrs: attrs["heads"] <= 128),
+)  # fmt: skip
+
+
+# ---- its operands
+
+
+TYPES = {  # of each operand, and how many of its first sizes may be symbols
+    "queries": ((torch.bfloat16,), 1),
+    "weights": ((torch.bfloat16, torch.float32), 1),
+    "cache": ((torch.uint8,), 0),
+    "positions": ((torch.int64,), 1),
+    "requests": ((torch.int64,), 1),
+    "columns": ((torch.int64,), 1),
+    "rows": ((torch.int64,), 2),
+    "slots": ((torch.int64,), 1),
+    "blocks": ((torch.int64,), 1),
+    "candidates": ((torch.bool,), 2),
+    "candidate_blocks": ((torch.int64,), 2),
+}
+
+
+def roles_of(call: Node) -> dict[Node, str]:
+    """The placeholders that the kernel reads, by what they are to the region."""
+    found: dict[Node, str] = {}
+    for node, role in zip(call.args[2:], region_of(call).attrs["operands"], strict=True):
+        assert isinstance(node, Node)
+        if role == "size":
+            continue
+        if node.op != "placeholder" or node in found or role in found.values() or role not in TYPES:
+            raise NotTaken(node, f"is no input of its own, but {role}")
+        value: Tensor = node.meta["val"]
+        types, free = TYPES[role]
+        if value.dtype not in types:
+            raise NotTaken(node, f"is {role} of {value.dtype}")
+        if not _lies_dense(value, free):
+            raise NotTaken(node, f"lies in memory with strides {tuple(value.stride())}")
+        found[node] = role
+    return found
+
+
+def _lies_dense(value: Tensor, free: int) -> bool:
+    """Whether there are no gaps, but for rows: a stride between them is read when it runs if it is a symbol."""
+    step: Any = 1
+    for place, (size, stride) in reversed(list(enumerate(zip(value.shape, value.stride(), strict=True)))):
+        if isinstance(step, int) and step != stride:
+            return False
+        if not isinstance(size, int):
+            if place >= free:
+                return False
+            step = None
+        elif step is not None:
+            step *= size
+    return True

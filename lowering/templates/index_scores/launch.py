@@ -1,0 +1,91 @@
+"""launch: a generated indexer as a callable: scores, then the rounds of its selections.
+
+scores [T, E] fp32 (and the best of each block [T, B])  ->  picks [T, k] int64  (and kept [T, B] bool)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from v41.lowering.rowwise.launch import Kernel
+from v41.lowering.templates.index_scores.form import Form
+from v41.lowering.templates.index_scores.text import SHARED
+from v41.lowering.templates.topk.launch import BUSY, Step, run_steps, selection
+
+UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
+MOST_TURNS = 16
+
+
+@dataclass(frozen=True)
+class Spread:
+    """rows, tiles of `block` entries: of each program. tile: columns of a tile of a selection, None by reckoning."""
+
+    rows: int
+    turns: int
+    block: int = 64
+    warps: int = 4
+    stages: int = 3
+    tile: int | None = None
+
+
+@dataclass
+class IndexKernel(Kernel):
+    """roles: of each input, what it is to the region; None: a number that no kernel needs."""
+
+    form: Form
+    roles: tuple[str | None, ...]
+
+    def spread_for(self, rows: int, entries: int, longest: int) -> Spread:
+        """By rows, entries of each and rows of the longest request: as many tiles a program as keep a GPU busy."""
+        shared = SHARED if longest > 1 and not self.form.listed else 1
+        tiles = -(-entries // 64) * -(-rows // shared)
+        turns = max(1, min(MOST_TURNS, tiles // (4 * BUSY)))
+        return Spread(shared, 1 << (turns.bit_length() - 1))
+
+    def steps(self, tensors: Sequence[Any], spread: Spread | None = None) -> tuple[list[Step], tuple[Tensor, ...]]:
+        """The launches for `tensors`, and what they will have written."""
+        form = self.form
+        of = {role: tensor for role, tensor in zip(self.roles, tensors, strict=True) if role is not None}
+        queries, places, numbers, cache = of["queries"], of["rows"], of["blocks"], of["cache"]
+        rows, device = queries.shape[0], queries.device
+        given = of.get(form.given)
+        entries = given.shape[1] * form.block if form.listed and given is not None else numbers.shape[0] * form.spread
+        chosen = spread or self.spread_for(rows, entries, places.shape[1])
+
+        def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(sizes, dtype=dtype, device=device)
+
+        scores, picks = empty(rows, entries), empty(rows, form.k, dtype=torch.int64)
+        blocks = entries // form.block if form.keeps else 0
+        best = empty(rows, blocks)
+        made = {"picks": picks}
+        tensors_read = [queries, of["weights"], cache.view(UNITS[form.unit]), of["positions"], of["requests"],
+                        of["columns"], places, of["slots"], numbers]  # fmt: skip
+        restricted = numbers if given is None else given.view(torch.int8) if given.dtype is torch.bool else given
+        sizes = [rows, places.shape[0], places.shape[1], entries, *cache.shape[:2], places.stride(0),
+                 0 if given is None else given.stride(0)]  # fmt: skip
+        grid = (-(-rows // chosen.rows), -(-entries // (chosen.turns * chosen.block)))
+        constants = {"TURNS": chosen.turns, "BLOCK": chosen.block}
+        options = {"num_warps": chosen.warps, "num_stages": chosen.stages, "enable_fp_fusion": False}
+        arguments = [*tensors_read, restricted, scores, best, *sizes]
+        steps = [Step(f"scores_{chosen.rows}", grid, arguments, constants, options)] if rows and entries else []
+        if form.listed:
+            steps += selection(scores, form.k, picks, lists=given, size=form.block, tile=chosen.tile)
+        else:
+            steps += selection(scores, form.k, picks, tile=chosen.tile)
+        if form.keeps:
+            made["kept"] = torch.zeros(rows, blocks, dtype=torch.bool, device=device)
+            chosen_blocks = empty(rows, form.keep, dtype=torch.int64)
+            steps += selection(best, form.keep, chosen_blocks, made["kept"], tile=chosen.tile)
+        return steps, tuple(made[role] for role in form.outputs)
+
+    def launch(self, *tensors: Any, schedule: Spread | None = None) -> tuple[Tensor, ...]:
+        """The region's outputs, in its order."""
+        steps, outputs = self.steps(tensors, schedule)
+        run_steps(self.module, steps)
+        return outputs

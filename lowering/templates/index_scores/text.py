@@ -1,0 +1,203 @@
+"""text: the Triton source of the scores of an indexer, specialised to its Form; topk/text.py picks among them.
+
+    record    17 units of 1, 2 or 4 bytes: 16 of values, one of scales. Nibble n of unit j is channel 2 * unit * j + n,
+              so a tile of units holds, nibble by nibble, tiles of keys for products over 16 channels each: no shuffle
+    scores    x = k.q of a tile of entries and all heads, max(x, 0) * w, added up in pairs of heads    [entries] a row
+              -> out [T, E], -inf where hidden; the best of each block -> best [T, E / block], inf for the newest
+
+A program scores some tiles of entries for one row, or for a few: rows whose keys lie in one slot share what was read
+and decoded, others take turns. What no row of it sees is not read. A score is the same operations on the same numbers
+in any batch. One text a number of rows: `scores_1`, and `scores_4` where rows may share.
+"""
+
+from __future__ import annotations
+
+from v41.lowering.templates.formats import ADDED, DECODERS, HEAD
+from v41.lowering.templates.index_scores.form import COLUMNS, Form
+from v41.lowering.templates.topk import TEXT
+
+SHARED = 4  # rows of a program, where requests have several
+FAR = 1 << 40  # a number of entries beyond every cache
+
+HELPERS = '''@triton.jit
+def slot_of(requests, slots, row, rows, count, size):
+    """Of the row's request; -1 behind the last row. Indices count from the end where they are negative."""
+    request = tl.load(requests + row, mask=row < rows, other=0)
+    slot = tl.load(slots + tl.where(request < 0, request + count, request), mask=row < rows, other=-1)
+    return tl.where((slot < 0) & (row < rows), slot + size, slot)
+
+
+@triton.jit
+def scored_row(requests, columns, places, row, rows, count, longest, step):
+    """The row that stands in this row's place: itself, but for pads."""
+    request = tl.load(requests + row, mask=row < rows, other=0)
+    column = tl.load(columns + row, mask=row < rows, other=0)
+    request = tl.where(request < 0, request + count, request)
+    column = tl.where(column < 0, column + longest, column)
+    found = tl.load(places + request * step + column, mask=row < rows, other=0)
+    return tl.where(found < 0, found + rows, found)
+'''
+
+
+def text(form: Form) -> str:
+    """The file, without its first lines."""
+    kernels = [scores_text(form, rows) for rows in ((1,) if form.listed else (1, SHARED))]
+    parts = [HEAD, ADDED, DECODERS["ue8m0"], DECODERS["e2m1"], HELPERS, seen_text(form), *kernels, TEXT]
+    return "\n\n".join(parts)
+
+
+def seen_text(form: Form) -> str:
+    return f'''@triton.jit
+def seen_by(positions, row, rows):
+    """How many entries the row sees."""
+    after = tl.load(positions + row, mask=row < rows, other=-1) + 1
+    return tl.where(after > 0, after // {form.ratio}, 0)
+'''
+
+
+def scores_text(form: Form, rows: int) -> str:
+    """`scores_{rows}`: given is what restricts entries, or nothing. E entries (columns) a row."""
+    first = "T, R, Q, E, SLOTS, CAPACITY, places_step, given_step, TURNS: tl.constexpr, BLOCK: tl.constexpr"
+    slots = "slots, {row}, T, R, SLOTS)"
+    behind = ["if lead > 0:", f"    fresh = fresh & (slot != slot_of(requests, {slots.format(row='row - 1')})"]
+    body = [
+        f"row = tl.program_id(0).to(tl.int64) * {rows} + lead",
+        f"slot = slot_of(requests, {slots.format(row='row')}",
+        "fresh = slot >= 0",
+        *(behind if rows > 1 else []),
+        "if fresh:",
+        *("    " + line for line in _pass(form, rows)),
+    ]
+    lines = [
+        "@triton.jit",
+        f"def scores_{rows}(queries, weights, cache, positions, requests, columns, rows, slots, numbers, given, out,",
+        f"             best, {first}):",
+        "    start = tl.program_id(1) * (TURNS * BLOCK)",
+        f"    head = tl.arange(0, {form.padded_heads})",
+        f"    unit = tl.arange(0, {COLUMNS})",
+        f"    for lead in range(0, {rows}):",
+        *(" " * 8 + line for line in body),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _pass(form: Form, rows: int) -> list[str]:
+    """Scores of all tiles, for the rows of this program from `row` on whose keys lie in `slot`."""
+    lines = ["most = tl.full([], 0, tl.int64)"]
+    for r in range(rows):
+        lines += [
+            f"row{r} = tl.program_id(0).to(tl.int64) * {rows} + {r}",
+            f"own{r} = (row{r} >= row) & (slot_of(requests, slots, row{r}, T, R, SLOTS) == slot)",
+            f"seen{r} = tl.where(own{r}, seen_by(positions, row{r}, T), 0)",
+            f"most = tl.maximum(most, seen{r})",
+            f"read{r} = scored_row(requests, columns, rows, row{r}, T, R, Q, places_step)",
+            f"w{r} = tl.load(weights + read{r} * {form.heads} + head, mask=head < {form.heads}, other=0.0)"
+            f".to(tl.float32) * {form.scale!r}",
+            f"at{r} = queries + read{r} * {form.heads * form.width} + head[None, :] * {form.width} "
+            f"+ unit[:, None] * {2 * form.unit}",
+            *(f"q{r}_{n} = tl.load(at{r} + {n}, mask=head[None, :] < {form.heads}, other=0.0)"
+              for n in range(2 * form.unit)),
+        ]  # fmt: skip
+    if form.keeps:
+        lines += [f"newest{r} = tl.where(seen{r} > 0, (seen{r} - 1) // {form.block}, -1)" for r in range(rows)]
+    lines += [
+        *_busy(form),
+        "for turn in range(0, busy):",
+        *("    " + line for line in _tile(form, rows)),
+        "for turn in range(busy, TURNS):",
+        *("    " + line for line in _idle(form, rows)),
+    ]
+    return lines
+
+
+def _busy(form: Form) -> list[str]:
+    """How many tiles there are up to the last that holds what a row sees."""
+    size = form.block if form.listed else form.spread
+    source, nothing, seen = ("numbers", FAR, f"* {size} < most")
+    if form.listed:
+        source, nothing, seen = ("given + row * given_step", -1, ">= 0")
+    return [
+        f"some = start // {size} + tl.arange(0, TURNS * BLOCK // {size})",
+        f"numbered = tl.load({source} + some, mask=some < E // {size}, other={nothing})",
+        f"last = tl.max(tl.where(numbered {seen}, some + 1, 0), 0) * {size}",
+        "busy = tl.maximum(last - start + BLOCK - 1, 0) // BLOCK",
+    ]
+
+
+def _place() -> list[str]:
+    return ["at = start + turn * BLOCK + tl.arange(0, BLOCK)", "inside = at < E"]
+
+
+def _tile(form: Form, rows: int) -> list[str]:
+    """One tile: its keys, then each row's scores of them."""
+    lines = _place()
+    if form.listed:
+        lines += [
+            f"listed = tl.load(given + row * given_step + at // {form.block}, mask=inside, other=-1)",
+            "open = listed >= 0",
+            f"column = tl.where(open, listed, 0) * {form.block} + at % {form.block}",
+        ]
+    else:
+        lines += ["open = inside", "column = at"]
+    scale = f"unit[None, :] // {COLUMNS // form.unit} * 8"
+    lines += [
+        f"entry = tl.load(numbers + column // {form.spread}, mask=open, other=0)",
+        f"entry = entry * {form.spread} + column % {form.spread}",
+        "open = open & (entry < most)",
+        f"place = (slot * CAPACITY + tl.minimum(entry, {form.reach})) * {COLUMNS + 1}",
+        "held = tl.load(cache + place[:, None] + unit[None, :], mask=open[:, None], other=0).to(tl.int32)",
+        f"by = tl.load(cache + place + {COLUMNS}, mask=open, other=0).to(tl.int32)[:, None] >> ({scale})",
+        "by = ue8m0(by & 255)",
+        *(f"k{n} = (e2m1(held >> {4 * n}) * by).to(tl.bfloat16)" for n in range(2 * form.unit)),
+    ]
+    for r in range(rows):
+        lines += _scored(form, r)
+    return lines
+
+
+def _scored(form: Form, r: int) -> list[str]:
+    heads = form.padded_heads
+    last = f"x = tl.where(head[None, :] < {form.heads}, x, 0.0)"  # inf times a padded 0 is NaN
+    mask = f"tl.load(given + row{r} * given_step + at, mask=inside & own{r}, other=0).to(tl.int1)"
+    return [
+        f"x = tl.dot(k0, q{r}_0)",
+        *(f"x = tl.dot(k{n}, q{r}_{n}, x)" for n in range(1, 2 * form.unit)),
+        f"x = tl.where(x < 0, 0.0, x) * w{r}[None, :]",
+        *([last] if heads != form.heads else []),
+        f"total = added(x, BLOCK, {heads}, {heads.bit_length() - 1})",
+        f"shown = open & (entry < seen{r})",
+        *([f"shown = shown & {mask}"] if form.given == "candidates" else []),
+        'total = tl.where(shown, total, float("-inf"))',
+        f"tl.store(out + row{r} * E + at, total, mask=inside & own{r})",
+        *(_best(form, r) if form.keeps else []),
+    ]
+
+
+def _best(form: Form, r: int) -> list[str]:
+    """The best of each block; NaN is never kept, nor is a block that holds one."""
+    return [
+        f"grouped = tl.reshape(total, [BLOCK // {form.block}, {form.block}])",
+        'top = tl.max(tl.where(grouped == grouped, grouped, float("-inf")), 1)',
+        'top = tl.where(tl.max((grouped != grouped).to(tl.int32), 1) > 0, float("-inf"), top)',
+        *_kept(form, r),
+    ]
+
+
+def _kept(form: Form, r: int) -> list[str]:
+    return [
+        f"number = (start + turn * BLOCK) // {form.block} + tl.arange(0, BLOCK // {form.block})",
+        f'top = tl.where(number == newest{r}, float("inf"), top)',
+        f"tl.store(best + row{r} * (E // {form.block}) + number, top, mask=(number < E // {form.block}) & own{r})",
+    ]
+
+
+def _idle(form: Form, rows: int) -> list[str]:
+    """A tile of which no row sees anything."""
+    lines = _place()
+    for r in range(rows):
+        lines.append(
+            f'tl.store(out + row{r} * E + at, tl.full([BLOCK], float("-inf"), tl.float32), mask=inside & own{r})'
+        )
+        if form.keeps:
+            lines += [f'top = tl.full([BLOCK // {form.block}], float("-inf"), tl.float32)', *_kept(form, r)]
+    return lines

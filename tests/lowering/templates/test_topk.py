@@ -1,0 +1,120 @@
+"""Selection: exactly the model's picks, however scores lie, whatever tiles a row is cut into."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tests.lowering.templates.launched import interpret
+from tests.triton_interpreter import Interpreter
+from v41.lowering.templates.topk import MOST, TopK, rounds
+from v41.lowering.templates.topk.launch import LARGEST, padded
+from v41.model_def.indexer import ascending_picks
+
+INF, NAN = float("inf"), float("nan")
+NUMBERS = (0.0, -0.0, 1.0, 1.0 + 2.0**-23, -1.0, 1e-45, -1e-45, 3e38, -3e38, INF, -INF, NAN)
+
+
+def picks_of(interpreter: Interpreter, scores: Tensor, k: int, tile: int | None = None) -> Tensor:
+    kernel = TopK.of(k)
+    steps, picks = kernel.steps(scores, tile)
+    picks.fill_(77)
+    interpret(interpreter, kernel, steps)
+    return picks
+
+
+def wanted(scores: Tensor, k: int) -> Tensor:
+    """By the model, to which fewer columns than k are as many that nobody picks."""
+    return ascending_picks(pad(scores, (0, k), value=-INF), k)
+
+
+def check_picks(interpreter: Interpreter, scores: Tensor, k: int, *tiles: int | None) -> None:
+    for tile in tiles or (None,):
+        assert torch.equal(picks_of(interpreter, scores, k, tile), wanted(scores, k))
+
+
+@st.composite
+def scores(draw: st.DrawFn) -> Tensor:
+    """Rows of few different numbers, of numbers close to each other, or of any."""
+    rows, columns, seed = draw(st.integers(1, 3)), draw(st.integers(1, 90)), draw(st.integers(0, 99))
+    generator = torch.Generator().manual_seed(seed)
+    match draw(st.sampled_from(("few", "close", "any"))):
+        case "few":
+            some = torch.tensor(draw(st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=4)))
+            return some[torch.randint(0, len(some), (rows, columns), generator=generator)]
+        case "close":
+            return 1 + torch.randint(0, 4, (rows, columns), generator=generator) * 2.0**-23
+    return torch.randn(rows, columns, generator=generator)
+
+
+@given(scores(), st.integers(1, 20), st.sampled_from((None, 16, 64)))
+def test_picks_are_the_models(interpreter: Interpreter, scores: Tensor, k: int, tile: int | None) -> None:
+    check_picks(interpreter, scores, k, tile)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -3.0, INF, -INF, NAN])
+def test_of_equal_scores_the_first_are_picked_in_one_round_and_in_more(interpreter: Interpreter, value: float) -> None:
+    check_picks(interpreter, torch.full((2, 150), value), 7, None, 32)
+
+
+def test_a_tie_at_the_border_goes_to_the_lower_column_across_tiles(interpreter: Interpreter) -> None:
+    scores = torch.zeros(1, 200)
+    scores[0, [3, 150, 199]] = 1.0
+    assert picks_of(interpreter, scores, 5, 32).tolist() == [[0, 1, 3, 150, 199]]
+
+
+def test_nothing_is_dropped_where_more_scores_lie_close_than_are_picked(interpreter: Interpreter) -> None:
+    """2,000 of them within a bf16 ulp, half of them equal: no coarse bin may be a buffer."""
+    generator = torch.Generator().manual_seed(0)
+    scores = 1 + torch.randint(0, 1000, (1, 2000), generator=generator) * 2.0**-23
+    check_picks(interpreter, scores, 512, 1024, 2048)
+
+
+def test_fewer_than_k_are_padded_and_no_sentinel_is_a_column(interpreter: Interpreter) -> None:
+    scores = torch.full((3, 40), -INF)
+    scores[0, [39, 2]] = -5.0
+    scores[1, ::2] = NAN
+    scores[1, 1] = -3e38
+    found = picks_of(interpreter, scores, 6, 16)
+    assert found.tolist() == [[2, 39, -1, -1, -1, -1], [1, -1, -1, -1, -1, -1], [-1] * 6]
+
+
+def test_a_row_has_its_picks_in_any_batch(interpreter: Interpreter) -> None:
+    scores = torch.randn(4, 100, generator=torch.Generator().manual_seed(3)).round(decimals=1)
+    scores[1] = NAN
+    whole = picks_of(interpreter, scores, 10)
+    assert torch.equal(whole[3:], picks_of(interpreter, scores[3:], 10, 32))
+
+
+def test_no_rows_are_no_launch_and_no_columns_are_no_picks(interpreter: Interpreter) -> None:
+    assert TopK.of(4).steps(torch.empty(0, 9))[0] == []
+    assert picks_of(interpreter, torch.empty(2, 0), 3).tolist() == [[-1] * 3] * 2
+
+
+@given(st.sampled_from((1, 16, 64, 4096)), st.integers(0, 1 << 20), st.integers(1, MOST))
+def test_every_row_ends_in_one_tile_and_each_round_has_less_to_do(rows: int, columns: int, k: int) -> None:
+    found = rounds(rows, columns, k)
+    assert found[0].count == columns and [each.parts for each in found].index(1) == len(found) - 1
+    for before, after in pairwise(found):
+        assert after.count == before.parts * k < before.count
+    for each in found:
+        assert each.count <= each.parts * each.tile and each.tile <= max(LARGEST, 4 * padded(k))
+        assert each.tile.bit_count() == 1 and each.parts < 1 << 16
+
+
+def test_more_picks_than_a_tile_holds_are_refused() -> None:
+    for k in (0, MOST + 1):
+        with pytest.raises(ValueError, match=r"selects .* of each row: from 1 to 4096 fit a tile"):
+            TopK.of(k)
+
+
+def test_a_kernel_travels() -> None:
+    kernel = TopK.of(3)
+    assert pickle.loads(pickle.dumps(kernel)).source == kernel.source
