@@ -109,8 +109,8 @@ def test_tuning_happens_under_tuning_alone_once_a_bucket_and_never_in_a_capture(
 def test_a_program_compiled_to_tune_does_so_whenever_it_runs(monkeypatch: Any) -> None:
     seen: list[bool] = []
 
-    def watched(plan: Any, artifacts: Any) -> Any:
-        run = executor(plan, artifacts)
+    def watched(*given: Any) -> Any:
+        run = executor(*given)
 
         def watching(inputs: list[Any]) -> Any:
             seen.append(tuned.TUNING.get())
