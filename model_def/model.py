@@ -43,7 +43,7 @@ class V41ForCausalLM(nn.Module):
         """`share`: what this process holds of a model that several run together; its weights come from a checkpoint."""
         super().__init__()
         self.config, self.share = config, share
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, share.of_channels(config))
         self.layers = cast("Iterable[Layer]", nn.ModuleList(Layer(config, role, share) for role in config.roles))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = Fp32Linear(config.hidden_size, share.of_vocabulary(config))
@@ -83,7 +83,8 @@ class V41ForCausalLM(nn.Module):
         """Logits [L, vocabulary] fp32 of the rows the batch asks for. Writes what later steps need into `cache`."""
         check_cache(batch, cache)
         step = plan_step(batch, cache, self.config.sliding_window, self.window_freqs, self.compressed_freqs)
-        X, A = entry_streams(self.embed(batch.tokens), self.config.hc_mult)  # [T, S, D], [T, S]
+        rows = side_by_side(self.embed(batch.tokens), self.share)  # [T, D]
+        X, A = entry_streams(rows, self.config.hc_mult)  # [T, S, D], [T, S]
         y = B = C = selection = None
         for layer in self.layers:
             if layer.engram is not None:

@@ -2,6 +2,7 @@
 
     attention   heads / n, output groups / n      wq_b, wo_a by rows, wo_b by columns       y = sum over ranks of y_rank
     experts     inner channels / n                w1, w3 by rows, w2 by columns             y = sum over ranks of y_rank
+    embedding   channels / n                      by columns                                rows side by side
     head        vocabulary / n                    by rows                                   logits side by side
 
 A rank is a model of fewer heads and thinner experts. Each rounds what its sublayers return to bf16, as every linear
@@ -21,11 +22,12 @@ from torch import Tensor
 from v41.model_def.config import V41Config
 from v41.model_def.errors import NoSuchRank, ShareNotWhole
 
-DIVIDED = ("num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size")  # the vocabulary in the head alone
+# the last two in the embedding and in the head alone
+DIVIDED = ("num_attention_heads", "o_groups", "moe_intermediate_size", "hidden_size", "vocab_size")
 AN_EXPERT = r".*\.ffn\.(experts\.\d+|shared_experts)"
 SPLIT = (  # dimension -> released names of what is split along it, with their scales
     (0, rf"head\.weight|.*\.attn\.(attn_sink|(wq_b|wo_a)\.(weight|scale))|{AN_EXPERT}\.w[13]\.(weight|scale)"),
-    (1, rf"(.*\.attn\.wo_b|{AN_EXPERT}\.w2)\.(weight|scale)"),
+    (1, rf"embed\.weight|(.*\.attn\.wo_b|{AN_EXPERT}\.w2)\.(weight|scale)"),
 )
 
 
@@ -51,11 +53,14 @@ class Share:
         """The sizes of this rank's sublayers. ShareNotWhole where they do not divide."""
         if left := {name: getattr(config, name) for name in DIVIDED if getattr(config, name) % self.world}:
             raise ShareNotWhole("V41ForCausalLM(share=...)", world=self.world, sizes=left)
-        heads, groups, inner, _ = (getattr(config, name) // self.world for name in DIVIDED)
+        heads, groups, inner, *_ = (getattr(config, name) // self.world for name in DIVIDED)
         return config.replace(num_attention_heads=heads, o_groups=groups, moe_intermediate_size=inner)
 
     def of_vocabulary(self, config: V41Config) -> int:
         return config.vocab_size // self.world
+
+    def of_channels(self, config: V41Config) -> int:
+        return config.hidden_size // self.world
 
 
 WHOLE = Share()
@@ -74,10 +79,10 @@ def summed(y: Tensor, share: Share) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(y, "sum", share.group))
 
 
-def side_by_side(logits: Tensor, share: Share) -> Tensor:
-    """[L, vocabulary / world] of each rank -> [L, vocabulary]."""
+def side_by_side(columns: Tensor, share: Share) -> Tensor:
+    """[rows, n / world] of each rank -> [rows, n]. Nothing is added: every bit is that of the rank that holds it."""
     if share.group is None:
-        return logits
+        return columns
     functional = torch.ops._c10d_functional
-    parts = functional.wait_tensor(functional.all_gather_into_tensor(logits, share.world, share.group))
+    parts = functional.wait_tensor(functional.all_gather_into_tensor(columns, share.world, share.group))
     return parts.unflatten(0, (share.world, -1)).transpose(0, 1).flatten(1)

@@ -135,6 +135,8 @@ def test_parts_of_sublayers_add_up(kind: str, world: int, tmp_path: Path) -> Non
             assert error < 2**-8, (name, i, error)
     h = torch.randn(3, model.config.hidden_size).bfloat16()
     assert torch.equal(torch.cat([share.head(h) for share in shares], -1), model.head(h))
+    ids = torch.tensor([0, 7, model.config.vocab_size - 1])
+    assert torch.equal(torch.cat([share.embed(ids) for share in shares], -1), model.embed(ids))
 
 
 def test_every_rank_reads_its_part_and_all_parts_are_the_whole(tmp_path: Path) -> None:
@@ -143,7 +145,8 @@ def test_every_rank_reads_its_part_and_all_parts_are_the_whole(tmp_path: Path) -
     save_checkpoint(model, tmp_path)
     shares, whole = load_shares(tmp_path, 4), slots(model)
     split = [name for name in whole if split_dimension(name) is not None]
-    assert len(split) == 1 + 2 * (6 + 6 * (1 + config.n_routed_experts))  # head; attention without fp8 scales of wo_a
+    # embedding and head; attention without fp8 scales of wo_a
+    assert len(split) == 2 + 2 * (6 + 6 * (1 + config.n_routed_experts))
     for name, slot in whole.items():
         parts, dim = [slots(share)[name].parameter for share in shares], split_dimension(name)
         if dim is None:
@@ -169,7 +172,7 @@ def test_wo_a_in_fp8_is_shared_too(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(parts), dequantize_fp8_weight(tensors[name], scale))
 
 
-@pytest.mark.parametrize(("world", "name"), [(3, "num_attention_heads"), (4, "o_groups"), (5, "moe_intermediate_size")])
+@pytest.mark.parametrize(("world", "name"), [(3, "num_attention_heads"), (4, "o_groups"), (5, "moe_intermediate_size"), (6, "hidden_size")])
 def test_what_does_not_divide_is_refused(world: int, name: str) -> None:
     with torch.device("meta"), pytest.raises(ShareNotWhole) as caught:
         V41ForCausalLM(TINY, Share(0, world))
@@ -230,5 +233,5 @@ def test_one_process_has_no_collective_and_several_have_two_a_layer() -> None:
         found, logits = collectives(V41ForCausalLM(config, Share.of_group(dist.group.WORLD)))
     finally:
         dist.destroy_process_group()
-    assert found == {"all_reduce": 2, "all_gather_into_tensor": 1, "wait_tensor": 3}
+    assert found == {"all_reduce": 2, "all_gather_into_tensor": 2, "wait_tensor": 4}
     assert logits.shape == (1, config.vocab_size)

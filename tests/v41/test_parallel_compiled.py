@@ -58,10 +58,11 @@ def check_ranks(made: list[Any], layers: int) -> None:
     facts = made[0]["told"]
     assert sum(facts["made"].values()) == 2 * layers and facts["refused"] == 0 and facts["fallbacks"] == []
     assert facts["all-reduce"][0].startswith(f"{2 * layers} as they are")
-    assert facts["ranks"][0] == f"{2 * layers + 1} collectives, the same on all ranks"
+    assert facts["ranks"][0] == f"{2 * layers + 2} collectives, the same on all ranks"
     lines = facts["collectives"]
-    assert [line.split()[0] for line in lines] == ["all_reduce"] * 2 * layers + ["all_gather_into_tensor"]
-    assert lines[0].startswith(f"all_reduce sum over group 0 of {len(made)}: torch.bfloat16 [k0(")
+    gather = ["all_gather_into_tensor"]  # of the embedding, and of the logits
+    assert [line.split()[0] for line in lines] == gather + ["all_reduce"] * 2 * layers + gather
+    assert lines[1].startswith(f"all_reduce sum over group 0 of {len(made)}: torch.bfloat16 [k0(")
     assert any(border == "region mhc_boundary" for border in facts["borders"])
 
 
