@@ -172,7 +172,10 @@ def test_wo_a_in_fp8_is_shared_too(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(parts), dequantize_fp8_weight(tensors[name], scale))
 
 
-@pytest.mark.parametrize(("world", "name"), [(3, "num_attention_heads"), (4, "o_groups"), (5, "moe_intermediate_size"), (6, "hidden_size")])
+NOT_DIVIDED = [(3, "num_attention_heads"), (4, "o_groups"), (5, "moe_intermediate_size"), (6, "hidden_size")]
+
+
+@pytest.mark.parametrize(("world", "name"), NOT_DIVIDED)
 def test_what_does_not_divide_is_refused(world: int, name: str) -> None:
     with torch.device("meta"), pytest.raises(ShareNotWhole) as caught:
         V41ForCausalLM(TINY, Share(0, world))
