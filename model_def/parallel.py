@@ -7,8 +7,9 @@
 
 A rank is a model of fewer heads and thinner experts. Each rounds what its sublayers return to bf16, as every linear
 does, and all-reduce adds that up. All else is small or shared by all heads (latents, caches, indexers, gates, Engram)
-and runs on every rank alike, with equal bits: so all ranks pick the same entries and experts. Index heads, too, could be
-shared, but their scores would have to be added up, one number a row and entry of its context. Alone, nothing is added.
+and runs on every rank alike, with equal bits: so all ranks pick the same entries and experts. Index heads could be
+shared too, but their scores would have to be added up, one number a row and entry of its context. Alone, nothing is
+added.
 """
 
 from __future__ import annotations
