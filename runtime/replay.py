@@ -27,7 +27,7 @@ from v41.plan import Plan
 from v41.report import Captures
 from v41.runtime.capture import Graph, Graphs
 from v41.runtime.chain import Chain
-from v41.runtime.executor import Artifact, Run, executor
+from v41.runtime.executor import Artifact, LanesOf, Run, executor
 from v41.runtime.segments import segments
 from v41.runtime.static_inputs import (
     StaticInputs,
@@ -77,9 +77,17 @@ class Replayer:
 
     _boxed_call = True
 
-    def __init__(self, plan: Plan, artifacts: Mapping[str, Artifact], graphs: Graphs, log: Captures) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        artifacts: Mapping[str, Artifact],
+        graphs: Graphs,
+        log: Captures,
+        lanes: LanesOf | None = None,
+    ) -> None:
         self.plan, self.artifacts, self.graphs, self.log = plan, artifacts, graphs, log
         self.plain = executor(plan, artifacts)
+        self.to_capture = executor(plan, artifacts, lanes)  # a step that becomes one graph: side streams branch off
         self.segments = segments(plan)
         self.moving = [i for i, name in enumerate(plan.inputs) if symbolic(plan.values[name])]
         self.fixed = [i for i, n in enumerate(plan.inputs) if "[" in plan.values[n] and i not in set(self.moving)]
@@ -211,7 +219,7 @@ class Whole:
         static = with_copies(inputs, owner.moving, self.views)
         addresses = addresses_of(static, owner.fixed)
         inputs.clear()
-        results = copies(owner.graphs.warm_up(lambda: owner.plain(static)), owner.plan.rebuilt)
+        results = copies(owner.graphs.warm_up(lambda: owner.to_capture(static)), owner.plan.rebuilt)
         self.addresses = addresses
         self.moves += 1
         owner.log.warm_ups += 1
@@ -221,7 +229,7 @@ class Whole:
         owner = self.owner
         static = with_copies(inputs, owner.moving, self.views)
         try:
-            self.graph, _ = owner.graphs.capture(lambda _: owner.plain(list(static)), ())
+            self.graph, _ = owner.graphs.capture(lambda _: owner.to_capture(list(static)), ())
         except Exception as error:
             self.failed = True
             owner.log.failed(self.name, error)

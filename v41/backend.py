@@ -36,6 +36,7 @@ from v41.lowering.grouped_products import MEAN
 from v41.lowering.tuned import Tuning
 from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
+from v41.overlap import lanes_of, overlapped, spans, wanted
 from v41.passes.analysis.collectives import spoken
 from v41.passes.check_plan import check_plan
 from v41.passes.open_reduced import open_reduced
@@ -92,6 +93,7 @@ def v41(
     cache = open_cache(gm, parsed, [(each.name, each.run) for each in PIPELINE], device)
     stored = cache.load(report, example_inputs)
     if stored is not None:
+        check_plan(stored.plan)
         compiled = stored.wrapped(run_of(stored.plan, stored.artifacts, parsed, device, report), example_inputs)
         publish(report)
         return compiled
@@ -158,6 +160,19 @@ def build(
         told = [", ".join(dict.fromkeys(f"{plan.sizes[u]} <= {most}" for u, most in each.items())) for each in ranges]
         report.options["code for"] = ("; ".join(told), "v41; beyond these, Inductor's pieces run their ATen nodes")
     artifacts = {key: artifact(bodies[key], names, order, report, ranges) for key, names in plan.keys.items()}
+    overlaps, who = wanted(options, device, plan)
+    if overlaps:
+
+        def compiled(body: GraphModule, key: str) -> Artifact:
+            if key not in artifacts:
+                artifacts[key] = artifact(body, ["side work"], order, report, ranges)
+            return artifacts[key]
+
+        plan, run = overlapped(plan, device, compiled)
+        report.passes.append(run)
+        rows = plan.overlapped.pays_at if plan.overlapped else ()
+        who = f"{who}; {run.applied} of {len(run.decisions)} sites, at {spans(rows)} rows"
+    report.options["overlap"] = ("on" if plan.overlapped else "off", who)
     narrowed = sum(getattr(made, "narrowed", 0) for made in artifacts.values())
     if narrowed:
         report.options["products"] = (f"{narrowed} of widened 16-bit floats take them as they are", "v41; sums in fp32")
@@ -189,9 +204,9 @@ def run_of(
     report.options["capture"] = ("off" if graphs is None else "on", why)
     if graphs is not None:
         report.captures = Captures(pool_bytes=graphs.pool_bytes)
-        run: Run = Replayer(plan, artifacts, graphs, report.captures)
+        run: Run = Replayer(plan, artifacts, graphs, report.captures, lanes_of(device))
     else:
-        run = executor(plan, artifacts)
+        run = executor(plan, artifacts, lanes_of(device) if options.overlap == "on" else None)
     return Tuning(run) if options.tune else run
 
 

@@ -10,6 +10,7 @@ from v41.errors import InvalidOptionValue, ModeRefused, UnknownOption
 
 CODEGENS = ("auto", "eager", "inductor", "triton")
 CAPTURES = ("auto", "off")
+OVERLAPS = ("auto", "on", "off")
 NUMERIC = "numeric"  # the third value of verify
 
 
@@ -26,6 +27,8 @@ class Options:
     `strict`: raise where a pass fails or breaks an invariant, rather than compile without it.
     `tune`: time the schedules of generated kernels at every new bucket of rows, on what the step runs on, and keep the
     fastest for later processes (lowering/tuned.py); what another process kept is used anyway.
+    `overlap`: work with slack runs on side streams in captured decode steps, where that is faster (overlap.py); "auto"
+    waits until a GPU has shown it, "on" runs it in uncaptured steps too.
     `cache`: take what an earlier process compiled, and leave what this one compiles (artifact_store.py says where).
     """
 
@@ -34,6 +37,7 @@ class Options:
     strict: bool = False
     capture: str = "auto"
     buckets: Mapping[str, Sequence[int]] | None = None
+    overlap: str = "auto"
     cache: bool = True
     tune: bool = False
 
@@ -50,7 +54,7 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
         if name not in {field.name for field in fields(Options)}:
             raise UnknownOption("torch.compile(options=...)", option=name, known=known)
     parsed = Options(**given)
-    for name, words in (("codegen", CODEGENS), ("capture", CAPTURES)):
+    for name, words in (("codegen", CODEGENS), ("capture", CAPTURES), ("overlap", OVERLAPS)):
         if getattr(parsed, name) not in words:
             raise _invalid(name, getattr(parsed, name), " or ".join(map(repr, words)))
     if not isinstance(parsed.buckets, Mapping | None) or not all(map(_is_ladder, (parsed.buckets or {}).items())):

@@ -69,6 +69,7 @@ def test_a_perceptron() -> None:
     assert report.options == {
         "codegen": ("eager", "options"),
         "verify": (True, "options"),
+        "overlap": ("off", "auto: the program has no size called rows"),
         "capture": ("off", "auto: no CUDA graphs on cpu"),
     }
 

@@ -1,0 +1,139 @@
+"""overlap through torch.compile: side streams are used at the rows where they pay, in steps that become one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
+
+import v41
+from tests.cpu_graphs import CpuGraphs, record_captures
+from tests.passes.test_assign_streams import by_kind
+from tests.strategies.mhc import Stack
+from v41 import backend, overlap
+from v41.errors import InvalidOptionValue
+from v41.options import parse
+from v41.passes.assign_streams import assign_streams
+from v41.plan import Plan
+from v41.report import CompileReport
+from v41.runtime.executor import LanesOf, events_of
+
+STACK = Stack(sites=1, iters=1)
+
+
+class Calls(list[str]):
+    """Lanes and their flights: nothing but a list of what the plan's function calls."""
+
+    def of(self, plan: Plan) -> Any:
+        assert events_of(plan) == len({event.after for event in plan.events})
+        return lambda: self
+
+    def mark(self, event: int) -> None:
+        self.append(f"mark {event}")
+
+    def wait(self, event: int) -> None:
+        self.append(f"wait {event}")
+
+    def switch(self, stream: int) -> None:
+        self.append(f"switch {stream}")
+
+    def end(self) -> None:
+        self.append("end")
+
+    def abandon(self) -> None:
+        self.append("abandon")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    """A CPU that has streams, on which the halves of a boundary take what `by_kind` says up to 8 rows."""
+    made = Calls()
+
+    def lanes_of(device: torch.device) -> LanesOf:
+        return made.of
+
+    def measured(plan: Plan, rungs: Any, measure: Any) -> Any:
+        return assign_streams(plan, rungs, lambda body, rows: by_kind(body, rows) if rows <= 8 else 9.0)
+
+    for owner in (backend, overlap):
+        monkeypatch.setattr(owner, "lanes_of", lanes_of)
+    monkeypatch.setattr(overlap, "assign_streams", measured)
+    torch.compiler.reset()
+    with torch.no_grad():
+        yield made
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
+    return record_captures(monkeypatch)
+
+
+def rows_of(count: int) -> Tensor:
+    made = torch.randn(count, STACK.width, generator=torch.Generator().manual_seed(count)).to(STACK.dtype)
+    mark_unbacked(made, 0, shape_id="rows")
+    return made
+
+
+def compiled(**options: Any) -> tuple[Any, list[Tensor], list[CompileReport]]:
+    function, _, weights = STACK.to_trace()
+    fast = torch.compile(function, backend="v41", options={"codegen": "eager", "cache": False, **options})
+    with v41.collect() as reports:
+        fast(rows_of(3), *weights)
+    return fast, weights, reports
+
+
+def check_bits(fast: Any, weights: list[Tensor], count: int) -> None:
+    function, x = STACK.to_trace()[0], rows_of(count)
+    pairs = zip(fast(x, *weights), function(x, *weights), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_a_captured_step_switches_streams_where_it_pays(calls: Calls, graphs: list[CpuGraphs]) -> None:
+    fast, weights, (report,) = compiled(overlap="on")
+    assert report.plan is not None and report.plan.overlapped is not None
+    assert report.plan.overlapped.pays_at == (1, 2, 4, 8)
+    assert report.options["overlap"] == ("on", "options; 1 of 1 sites, at 1 to 8 rows")
+    assert report.passes[-1].name == "assign_streams" and report.passes[-1].applied == 1
+    calls.clear()
+    check_bits(fast, weights, 8)  # warms up
+    check_bits(fast, weights, 8)  # is captured
+    assert calls.count("end") == 2 and calls.count("switch 1") == 2 and "abandon" not in calls
+    assert "rows=8" in report.captures.captured[-1] if report.captures else False
+    calls.clear()
+    check_bits(fast, weights, 8)  # is replayed: no call of ours
+    check_bits(fast, weights, 16)
+    check_bits(fast, weights, 16)
+    assert not calls
+
+
+def test_an_uncaptured_step_switches_streams_where_asked(calls: Calls) -> None:
+    fast, weights, _ = compiled(overlap="on", capture="off")
+    calls.clear()
+    check_bits(fast, weights, 5)
+    assert calls[0].startswith("mark") and calls[-1] == "end"
+    calls.clear()
+    check_bits(fast, weights, 9)
+    assert not calls
+
+
+def test_it_is_off_unless_asked_for(calls: Calls) -> None:
+    fast, weights, (report,) = compiled()
+    assert report.plan is not None and report.plan.overlapped is None and report.options["overlap"][0] == "off"
+    check_bits(fast, weights, 4)
+    assert not calls
+
+
+def test_a_cpu_has_no_streams() -> None:
+    torch.compiler.reset()
+    with torch.no_grad():
+        _, _, (report,) = compiled(overlap="on")
+    assert report.options["overlap"] == ("off", "on: no streams on cpu")
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(InvalidOptionValue, match="'auto' or 'on' or 'off'"):
+        parse({"overlap": "yes"}, None)

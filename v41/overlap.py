@@ -1,0 +1,115 @@
+"""overlap: the plan of a program with side work on streams of its own, and the numbers of rows for which it is used.
+
+    plan                  pieces on the caller's stream                    more rows, uncaptured steps, prefill
+    plan.overlapped       the same work on several, with events            decode steps that are captured, where it pays
+
+Whether it pays is measured here where there is a GPU: each kind of piece alone, whole and without its side work, at
+powers of two of rows. Between those the upper one counts. What cannot be run alone (its inputs are places in caches) is
+judged by prediction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from v41._compat import outside_of_tracing
+from v41.lowering.measure import microseconds
+from v41.model_def.buckets import Buckets, round_up
+from v41.options import Options
+from v41.passes.analysis.sizes import symbols_in
+from v41.passes.assign_streams import assign_streams
+from v41.passes.check_plan import check_plan
+from v41.passes.same_values import random_like
+from v41.passes.structure import structure_key
+from v41.plan import Plan
+from v41.regions import Measure
+from v41.report import PassRun
+from v41.runtime.executor import Artifact, LanesOf, events_of
+from v41.runtime.streams import CudaLanes
+
+PROVEN = False  # "auto" is "on" once `v41 bench overlap` holds on a GPU
+ROWS = "rows"
+Compile = Callable[[GraphModule, str], Artifact]  # of the body of a piece with this key
+
+
+def wanted(options: Options, device: torch.device, plan: Plan) -> tuple[bool, str]:
+    """Whether the program gets a plan with side streams, and who decided."""
+    if options.overlap == "off":
+        return False, "options"
+    if ROWS not in plan.sizes.values():
+        return False, f"{options.overlap}: the program has no size called {ROWS}"
+    if lanes_of(device) is None:
+        return False, f"{options.overlap}: no streams on {device.type}"
+    if options.overlap == "auto" and not PROVEN:
+        return False, 'auto: no GPU has run it yet; overlap="on" asks for it'
+    return True, options.overlap if options.overlap == "auto" else "options"
+
+
+def lanes_of(device: torch.device) -> LanesOf | None:
+    """What makes the side streams of a plan on `device`."""
+    if device.type != "cuda":
+        return None
+    return lambda plan: CudaLanes(device, max(piece.stream for piece in plan.pieces), events_of(plan))
+
+
+def overlapped(plan: Plan, device: torch.device, compiled: Compile) -> tuple[Plan, PassRun]:
+    """`plan` with another beside it that has side streams, where that pays at all; and what assign_streams did."""
+    start = time.perf_counter()
+    most = Buckets().whole[ROWS]
+    ladder = [rows for rows in plan.buckets.get(ROWS, Buckets().ladder(ROWS) or ()) if rows <= most]
+    rungs = tuple(1 << k for k in range(most.bit_length()))
+    measure = measure_of(plan.sizes, device, compiled) if device.type == "cuda" else None
+    made, decisions = assign_streams(plan, rungs, measure)
+    nodes = sum(piece.nodes for piece in plan.pieces), sum(piece.nodes for piece in made.pieces)
+    pays = tuple(rows for rows in ladder if round_up(rows, rungs) in made.pays_at)
+    if pays:
+        made = replace(made, pays_at=pays)
+        check_plan(made)
+        for piece in made.pieces:
+            compiled(piece.body, piece.key)
+        plan = replace(plan, overlapped=made)
+    return plan, PassRun("assign_streams", decisions, *nodes, (time.perf_counter() - start) * 1e3)
+
+
+def measure_of(sizes: Mapping[str, str], device: torch.device, compiled: Compile) -> Measure:
+    """Times pieces on `device` as CUDA graphs replay them: those whose inputs are floats, of one size, rows."""
+    keys: dict[GraphModule, str] = {}
+    known: dict[tuple[str, int], float | None] = {}
+
+    def measure(body: GraphModule, rows: int) -> float | None:
+        if body not in keys:
+            keys[body] = structure_key(body)
+        if (keys[body], rows) not in known:
+            known[keys[body], rows] = timed(body, rows) if runs_alone(body, sizes) else None
+        return known[keys[body], rows]
+
+    def timed(body: GraphModule, rows: int) -> float:
+        run = compiled(body, keys[body])
+        generator = torch.Generator().manual_seed(0)
+        values = [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")]
+        with outside_of_tracing():
+            sets = [tuple(on_device(random_like(value, rows, generator, False)) for value in values) for _ in range(2)]
+            return microseconds(run, sets)
+
+    def on_device(value: object) -> object:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return measure
+
+
+def runs_alone(body: GraphModule, sizes: Mapping[str, str]) -> bool:
+    """Whether any numbers will do as the inputs of a piece."""
+    values = [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")]
+    floats = all(value.dtype.is_floating_point for value in values if isinstance(value, Tensor))
+    return floats and {sizes.get(symbol) for value in values for symbol in symbols_in(value)} <= {ROWS}
+
+
+def spans(rows: tuple[int, ...]) -> str:
+    """Numbers of rows in few words."""
+    return f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else str(rows[0]) if rows else "no"
