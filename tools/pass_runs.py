@@ -34,6 +34,7 @@ class Told:
 
     runs: list[PassRun]
     by_config: dict[str, int] | None
+    run: Run | None = None  # where a whole run is there, and not its passes alone
 
     @property
     def differences(self) -> list[str]:
@@ -76,7 +77,7 @@ def told_by(run: Run, *, changes: bool = False) -> Told:
     runs = run.report.passes
     if changes and run.changes is not None:
         runs = [replace(each, changes=run.changes.get(each.name)) for each in runs]
-    return Told(runs, run.by_config)
+    return Told(runs, run.by_config, run)
 
 
 def pass_named(runs: Sequence[PassRun], name: str | None) -> PassRun | None:

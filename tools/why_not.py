@@ -5,7 +5,8 @@
       broken by  one_hot  model_def/model.py:97  A = one_hot(0, S).expand(T, S)
       hint       collapse with the pre that the boundary before predicted
 
-With SITE, the name of a node in that list or in the report, that site alone, and an applied one with its region.
+Where a pass judged no site at all, the place that comes nearest to one is named (likeness.py). With SITE, the name of a
+node in that list or in the report, that site alone, and an applied one with its region.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from v41.errors import UnknownSite
 from v41.report import Decision, PassRun
 from v41.tools.hints import hint
 from v41.tools.json_output import print_json
+from v41.tools.likeness import NearMiss, nearest_miss
 from v41.tools.nearest import choices
 from v41.tools.pass_runs import console_of, pass_named, told_of, troubled
 from v41.tools.report_view import decision_values
@@ -27,13 +29,16 @@ from v41.tools.report_view import decision_values
 
 def why_not_command(arguments: Namespace) -> int:
     console = console_of(arguments)
-    run = pass_named(told_of(arguments, console).runs, arguments.name)
+    told = told_of(arguments, console)
+    run = pass_named(told.runs, arguments.name)
     assert run is not None
     sites = judged(run, arguments.site)
+    unseen = not run.decisions and run.failure is None and told.run is not None
+    near = nearest_miss(run.name, told.run.nodes) if unseen and told.run is not None else None
     if arguments.json:
-        print_json("why-not", values(run, sites))
+        print_json("why-not", values(run, sites, near))
     else:
-        for line in lines(run, sites):
+        for line in (*lines(run, sites), *near_lines(near)):
             console.print(Text(line), soft_wrap=True)
     return int(arguments.strict and troubled(run))
 
@@ -69,7 +74,16 @@ def lines(run: PassRun, sites: Sequence[Decision]) -> Iterator[str]:
         yield f"  hint       {hint(decision)}"
 
 
-def values(run: PassRun, sites: Sequence[Decision]) -> dict[str, Any]:
+def near_lines(near: NearMiss | None) -> Iterator[str]:
+    if near is not None:
+        yield f"nearest miss, by the order of operators alone: {near}"
+        yield f"  from       {near.first.name}  {near.first.source}"
+        yield f"  to         {near.last.name}  {near.last.source}"
+
+
+def values(run: PassRun, sites: Sequence[Decision], near: NearMiss | None) -> dict[str, Any]:
     """The same facts as values json can write."""
     told = [decision_values(each) | {"hint": None if each.applied else hint(each)} for each in sites]
-    return {"pass": run.name, "failure": run.failure, "warning": run.warning, "sites": told}
+    nearest = near and {"found": near.found, "of": len(near.shape), "first": near.first.name, "last": near.last.name,
+                        "source": near.first.source, "differences": list(near.differences)}  # fmt: skip
+    return {"pass": run.name, "failure": run.failure, "warning": run.warning, "sites": told, "nearest": nearest}
