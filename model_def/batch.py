@@ -20,10 +20,11 @@ from torch._dynamo.decorators import mark_unbacked
 
 from v41.model_def.buckets import Buckets, round_up
 from v41.model_def.cache import Cache
-from v41.model_def.chunk import Chunk, replay_start, window_floors
+from v41.model_def.chunk import Chunk, kept_last, replay_start, rows_kept, window_floors
 from v41.model_def.config import V41Config
 from v41.model_def.errors import (
     BatchOfAnotherCache,
+    BatchOfAnotherModel,
     ChunkLongerThanSlot,
     ChunkMistyped,
     ChunkOutOfTokens,
@@ -70,6 +71,9 @@ class Batch:
     longest: Tensor  # arange(Q)
     blocks: dict[int, Tensor]  # ratio -> arange(candidate blocks up to the longest context)
     logit_rows: Tensor  # [L]; row 0 again in pads
+    kept_rows: Tensor  # [K] ascending: rows that late layers cannot do without, and some more in pads; see rows_kept
+    kept_longest: Tensor  # arange(how many of them one request has at most)
+    kept_last: int  # so many last rows of each request are among them
     cache_slots: int  # of the cache it was built for
     cache_capacity: int
     host: Host
@@ -85,13 +89,15 @@ torch.export.register_dataclass(Batch)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a batch is with its pads: rows, requests, rows of logits, the longest chunk, candidate blocks."""
+    """How large a batch is with its pads: rows, requests, rows of logits, the longest chunk, candidate blocks, and rows
+    that late layers keep."""
 
     rows: int
     requests: int
     logits: int
     longest: int
     blocks: dict[int, int]  # by ratio
+    kept: int
 
 
 def sizes_of(config: V41Config, chunks: Sequence[Chunk], buckets: Buckets | None = None) -> Sizes:
@@ -99,13 +105,14 @@ def sizes_of(config: V41Config, chunks: Sequence[Chunk], buckets: Buckets | None
     lengths = [chunk.rows for chunk in chunks]
     rows, logits = sum(lengths), sum(len(chunk.logit_positions) for chunk in chunks)
     blocks = block_counts(config, max((chunk.end for chunk in chunks), default=0))
+    kept = sum(rows_kept(config, chunk) for chunk in chunks)
     if buckets is None:
-        return Sizes(rows, len(chunks), logits, max([0, *lengths]), blocks)
+        return Sizes(rows, len(chunks), logits, max([0, *lengths]), blocks, kept)
     if rows > buckets.decode[-1] or any(length != 1 for length in lengths):
-        rows = round_up(max(rows, 1), buckets.prefill)
-        return Sizes(rows, len(chunks), logits, max(lengths), blocks)
+        rows, kept = round_up(max(rows, 1), buckets.prefill), round_up(max(kept, 1), buckets.kept)
+        return Sizes(rows, len(chunks), logits, max(lengths), blocks, min(kept, rows))
     rows = round_up(max(rows, 1), buckets.decode)
-    return Sizes(rows, rows, rows, 1, {m: round_up(count, buckets.blocks) for m, count in blocks.items()})
+    return Sizes(rows, rows, rows, 1, {m: round_up(count, buckets.blocks) for m, count in blocks.items()}, rows)
 
 
 def build_batch(
@@ -150,6 +157,8 @@ def batch_of_sizes(
         lookback = lookback.where(lookback != config.image_token_id, NOWHERE)
     floors = [window_floors(config, chunk) for chunk in chunks]
     logits = [(i, p) for i, chunk in enumerate(chunks) for p in chunk.logit_positions]
+    left_out = per_row(chunk.rows - rows_kept(config, chunk) for chunk in chunks)  # so many first rows of each chunk
+    kept = with_pads(real & (columns >= left_out), sizes.kept)
     batch = Batch(
         tokens=tokens,
         positions=torch.where(real, starts + columns, NOWHERE),
@@ -172,11 +181,37 @@ def batch_of_sizes(
             [*(bounds[i] + p - chunks[i].start for i, p in logits), *[0] * (sizes.logits - len(logits))],
             dtype=torch.int64,
         ),
+        kept_rows=kept.nonzero().flatten(),
+        kept_longest=torch.arange(max([min(sizes.kept, 1), *group[kept & real].bincount().tolist()])),
+        kept_last=kept_last(config),
         cache_slots=cache.slots,
         cache_capacity=cache.capacity,
         host=Host(tuple(chunks), tuple(bounds), tuple(logits), rows),
     )
     return batch.to(cache.device if device is None else device)
+
+
+def with_pads(needed: Tensor, count: int) -> Tensor:
+    """`needed` [T] bool, and further rows from the end until there are `count`: as good as pads, for nobody reads what
+    is computed of them, and nothing of it is stored."""
+    spare = (~needed).nonzero().flatten()
+    return needed.index_fill(0, spare[len(spare) - count + int(needed.sum()) :], True)
+
+
+def check_model(batch: Batch, config: V41Config) -> None:
+    """Raises where `batch` keeps other rows than `config` asks for: a compiled model leaves out those not kept."""
+    built, given = batch.kept_last, kept_last(config)
+    if built != given:
+        raise BatchOfAnotherModel("V41ForCausalLM.forward(batch=...)", built=built, given=given)
+
+
+def mention_kept(batch: Batch) -> None:
+    """Makes inputs of a captured graph of what the model itself never reads: which rows late layers need.
+
+    Eager loses nothing by it: it runs all layers on all rows, and so stays the oracle of who leaves some out.
+    """
+    for unread in (batch.kept_rows, batch.kept_longest):
+        unread.detach()
 
 
 def check_cache(batch: Batch, cache: Cache) -> None:
@@ -272,8 +307,9 @@ def tensors_of(batch: Batch) -> list[tuple[str, Tensor]]:
 
 def mark(batch: Batch) -> Batch:
     """Tells Dynamo which sizes change from step to step. Nothing where nothing is compiled."""
+    sizes = SIZES | {"kept_rows": f"last {batch.kept_last}", "kept_longest": "longest kept"}
     for name, tensor in tensors_of(batch):
-        mark_unbacked(tensor, 0, shape_id=SIZES.get(name, "rows"))
+        mark_unbacked(tensor, 0, shape_id=sizes.get(name, "rows"))
     for ratio, blocks in batch.blocks.items():
         mark_unbacked(blocks, 0, shape_id=f"blocks of ratio {ratio}")
     return batch

@@ -1,7 +1,7 @@
 """Buckets: the sizes steps are padded to, so that a few captured graphs serve all of them.
 
     every chunk one row   rows, requests and logits to one rung of `decode`, candidate blocks to one of `blocks`
-    any other step        rows to a rung of `prefill`; the rest as it is
+    any other step        rows to a rung of `prefill`, those that late layers keep to one of `kept`; the rest as it is
     beyond the last rung  as it is
 
 Such a decode step is captured whole, once for each pair of rungs. In any other step only the work that depends on rows
@@ -33,15 +33,16 @@ def half_octaves(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Three ladders, each ascending and above 0; LadderNotAscending otherwise. Defaults: 256 rows of decode, prefill in
+    """Four ladders, each ascending and above 0; LadderNotAscending otherwise. Defaults: 256 rows of decode, prefill in
     steps of up to 8192 rows, contexts up to a million tokens."""
 
     decode: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
     prefill: tuple[int, ...] = rows_of_prefill(8192)
     blocks: tuple[int, ...] = half_octaves(1 << 17)
+    kept: tuple[int, ...] = rows_of_prefill(8192)
 
     def __post_init__(self) -> None:
-        for name in ("decode", "prefill", "blocks"):
+        for name in ("decode", "prefill", "blocks", "kept"):
             rungs = getattr(self, name)
             whole = isinstance(rungs, tuple | list) and all(type(n) is int and n > 0 for n in rungs)
             if not whole or not rungs or list(rungs) != sorted({*rungs}):
@@ -50,12 +51,15 @@ class Buckets:
     def ladder(self, size: str) -> tuple[int, ...] | None:
         """What a size of a Batch may be after padding, by the name that Batch marks it with; None if it is not padded.
 
-        "rows" and "logits" know both kinds of step.
+        "rows", "logits" and rows that are kept ("last 128") know both kinds of step.
         """
         if size.startswith("blocks of ratio "):
             return self.blocks
-        both = tuple(sorted({*self.decode, *self.prefill}))
-        return {"rows": both, "logits": self.decode, "requests": self.decode, "longest": (1,)}.get(size)
+        if size.startswith("last "):
+            return tuple(sorted({*self.decode, *self.kept}))
+        both, one = tuple(sorted({*self.decode, *self.prefill})), (1,)
+        known = {"rows": both, "logits": self.decode, "requests": self.decode, "longest": one, "longest kept": one}
+        return known.get(size)
 
     @property
     def whole(self) -> dict[str, int]:
@@ -66,9 +70,10 @@ class Buckets:
         """Ranges worth code of their own, as limits for the symbols of `sizes` (symbol -> name): a decode step's sizes,
         then rows whose elements 32 bits can count. None where no size is one of a Batch.
         """
-        few = {**dict.fromkeys(("rows", "requests", "logits"), self.decode[-1]), "longest": 1}
+        kept = [name for name in sizes.values() if name.startswith("last ")]
+        few = {**dict.fromkeys(("rows", "requests", "logits", *kept), self.decode[-1]), "longest": 1, "longest kept": 1}
         blocks = {name: self.blocks[-1] for name in sizes.values() if name.startswith("blocks of ratio ")}
-        decode, wide = {**few, **blocks}, {"rows": 8 * self.prefill[-1]}
+        decode, wide = {**few, **blocks}, dict.fromkeys(("rows", *kept), 8 * self.prefill[-1])
         found = [{symbol: of[name] for symbol, name in sizes.items() if name in of} for of in (decode, wide)]
         return tuple(found) if found[0] else ()
 

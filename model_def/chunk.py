@@ -19,7 +19,7 @@ gone W tokens later; where they are missing, rows do without. This is the one pl
                     and it cannot begin with a hit.
 
 A hit and bounded replay together take the higher floor. Nothing is skipped here: the late layers run on all rows, whose
-results nobody reads, and leaving them out is the compiler's work.
+results nobody reads, and leaving them out is the compiler's work. `rows_kept` says which rows it must leave in.
 """
 
 from __future__ import annotations
@@ -67,6 +67,21 @@ def window_floors(config: V41Config, chunk: Chunk) -> tuple[int, int]:
     return floor, max(floor, chunk.end - window) if truncated else floor
 
 
+def kept_last(config: V41Config) -> int:
+    """So many last rows of a chunk are all that its last KV source and the layers behind that need of each other.
+
+    With bounded replay one window, for below its floor no row sees a key. Without, each layer behind the source sees
+    W - 1 rows further back than the one after it: W + n (W - 1) rows, 2,541 of 19 layers with W = 128.
+    """
+    window, behind = config.sliding_window, max(config.num_hidden_layers - 1 - config.last_kv_source, 0)
+    return window if config.swa_bounded_replay != "off" else window + behind * (window - 1)
+
+
+def rows_kept(config: V41Config, chunk: Chunk) -> int:
+    """How many of the chunk's last rows that is; all where the logits of all are returned."""
+    return chunk.rows if chunk.every_logit else min(chunk.rows, kept_last(config))
+
+
 def replay_start(config: V41Config, hit: int) -> int:
     """The first position that runs again after a hit."""
     return max(hit - config.sliding_window, 0)
@@ -74,7 +89,8 @@ def replay_start(config: V41Config, hit: int) -> int:
 
 def is_late(config: V41Config, layer: int) -> bool:
     """Whether bounded replay truncates the layer."""
-    return layer >= config.last_kv_source + (config.swa_bounded_replay != "from_source")
+    first = config.last_kv_source + (config.swa_bounded_replay == "after_source")
+    return config.swa_bounded_replay != "off" and layer >= first
 
 
 def usable_hit(config: V41Config, known: int, prompt: int) -> int:

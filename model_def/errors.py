@@ -192,6 +192,13 @@ class BatchOfAnotherCache(ModelError, ValueError):
     fix = "build the batch with the cache it runs with: its pad rows write the slot behind the last of that one"
 
 
+class BatchOfAnotherModel(ModelError, ValueError):
+    """facts: built, given, each a number of rows."""
+
+    found = "the batch keeps the last {built} rows of each chunk for late layers, and this model needs the last {given}"
+    fix = "build the batch with the config of the model it runs in: swa_bounded_replay and the layers decide"
+
+
 class ChunkLongerThanSlot(ModelError, ValueError):
     """facts: chunk, stop, capacity."""
 

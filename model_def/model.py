@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from v41.model_def.attention import Attention
-from v41.model_def.batch import Batch, check_cache
+from v41.model_def.batch import Batch, check_cache, check_model, mention_kept
 from v41.model_def.cache import Cache
 from v41.model_def.checkpoint import LoadSummary, Progress, load_checkpoint
 from v41.model_def.config import LayerRole, V41Config
@@ -82,6 +82,8 @@ class V41ForCausalLM(nn.Module):
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         """Logits [L, vocabulary] fp32 of the rows the batch asks for. Writes what later steps need into `cache`."""
         check_cache(batch, cache)
+        check_model(batch, self.config)
+        mention_kept(batch)
         step = plan_step(batch, cache, self.config.sliding_window, self.window_freqs, self.compressed_freqs)
         rows = side_by_side(self.embed(batch.tokens), self.share)  # [T, D]
         X, A = entry_streams(rows, self.config.hc_mult)  # [T, S, D], [T, S]

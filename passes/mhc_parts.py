@@ -16,6 +16,7 @@ import heapq
 import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import SymInt
 from torch.fx import GraphModule, Node
@@ -123,7 +124,8 @@ class Parts:
         self.scalings = {scaling.result: scaling for node in self.order for scaling in find_scalings(node)}
         self._chains = {chain[0].source: chain for chain in find_chains(gm, least=1)}
         self.coefficients = [each for node in self.order if (each := self._coefficients(node)) is not None]
-        self.predictions = [*self._predictions(), *_predictions_of_regions(gm)]
+        predictions = [*self._predictions(), *_predictions_of_regions(gm)]
+        self.predictions = [*predictions, *(taken for each in predictions for taken in _with_rows_taken(each))]
         sizes = {str(shape(each.streams)[:2]): shape(each.streams)[:2] for each in self.predictions}
         self.vectors = list(sizes.values())  # the shapes of pre and post
         self.given = {node for node in self.order if node.op == "placeholder" and self._fits(node)}
@@ -372,6 +374,21 @@ def _predictions_of_regions(gm: GraphModule) -> Iterator[Prediction]:
         if "comb" in made:
             pres, posts = (tuple(made[role] for role in (name,) if role in made) for name in ("pre", "post"))
             yield Prediction(made.get("streams") or read["streams"], pres, posts, made["comb"])
+
+
+def _with_rows_taken(whole: Prediction) -> Iterator[Prediction]:
+    """What is predicted, of the rows that an index takes of all of it (trim_replay.py)."""
+    wanted = (whole.streams, *whole.pres, *whole.posts, whole.comb)
+    taken: dict[Node, dict[Node, Node]] = {}
+    for value in wanted:
+        for user in value.users:
+            if user.target is aten.index.Tensor and user.args[0] is value:
+                index, *others = cast("list[Node]", user.args[1])
+                taken.setdefault(index, {}).update({} if others else {value: user})
+    for rows in taken.values():
+        if rows.keys() >= {whole.streams, *whole.posts, whole.comb}:
+            pres = tuple(rows[pre] for pre in whole.pres if pre in rows)
+            yield Prediction(rows[whole.streams], pres, tuple(rows[post] for post in whole.posts), rows[whole.comb])
 
 
 def _keeps_values(node: Node) -> bool:

@@ -33,16 +33,20 @@ PRODUCTS = (ops.aten.mm.default, ops.aten.bmm.default, ops.aten.addmm.default, o
 VIEWS_OF_ALL = (ops.aten.view.default, ops.aten._unsafe_view.default)
 
 
-def matter_only_where(gm: GraphModule, values: Node, masks: Sequence[Sequence[Node]]) -> bool:
+Ended = dict[tuple[object, ...], bool]  # whether a difference that enters a body here ends in it
+
+
+def matter_only_where(gm: GraphModule, values: Node, masks: Sequence[Sequence[Node]], ended: Ended) -> bool:
     """Whether nothing that `gm` returns or writes depends on `values` where one of `masks` is false.
 
-    A mask [T, W] stands for the first dimensions of `values` [T, W, ...]; it is all the nodes that compute it.
+    A mask [T, W] stands for the first dimensions of `values` [T, W, ...]; it is all the nodes that compute it. `ended`
+    remembers the bodies that layers share.
     """
     with outside_fake_mode(), torch.no_grad():
-        return all(_try(gm, values, masks, seed) for seed in SEEDS)
+        return all(_try(gm, values, masks, seed, ended) for seed in SEEDS)
 
 
-def _try(gm: GraphModule, values: Node, masks: Sequence[Sequence[Node]], seed: int) -> bool:
+def _try(gm: GraphModule, values: Node, masks: Sequence[Sequence[Node]], seed: int, ended: Ended) -> bool:
     generator = torch.Generator().manual_seed(seed)
     drawn = {node: mask for same in masks for mask in [_random(same[0], generator)] for node in same}
     one, other = _random(values, generator), _random(values, generator)
@@ -52,7 +56,7 @@ def _try(gm: GraphModule, values: Node, masks: Sequence[Sequence[Node]], seed: i
         one, other = one.view(torch.uint8), other.view(torch.uint8)
     differing = torch.where(alike, one, other)
     dtype = values.meta["val"].dtype
-    return _Spread(gm, generator, drawn).ends({values: (one.view(dtype), differing.view(dtype))})
+    return _Spread(gm, generator, drawn, ended, seed).ends({values: (one.view(dtype), differing.view(dtype))})
 
 
 Pair = tuple[Any, Any]
@@ -61,7 +65,10 @@ Pair = tuple[Any, Any]
 class _Spread:
     """Runs what reads differing values, in order, on both of them."""
 
-    def __init__(self, gm: GraphModule, generator: torch.Generator, known: Mapping[Node, Tensor]) -> None:
+    def __init__(
+        self, gm: GraphModule, generator: torch.Generator, known: Mapping[Node, Tensor], ended: Ended, seed: int
+    ) -> None:
+        self.ended, self.seed = ended, seed
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.generator, self.known = generator, dict[Node, Any](known)
         self.from_masks = dict.fromkeys(known)
@@ -108,7 +115,10 @@ class _Spread:
         outside = dict(zip(inputs, call.args[2:], strict=True))
         known = {each: self._value(arg) for each, arg in outside.items() if arg in self.from_masks}
         inner = {each: differing[arg] for each, arg in outside.items() if arg in differing}
-        return _Spread(body, self.generator, known).ends(inner)
+        entered = (body, self.seed, *known, None, *inner)
+        if entered not in self.ended:
+            self.ended[entered] = _Spread(body, self.generator, known, self.ended, self.seed).ends(inner)
+        return self.ended[entered]
 
     def _run(self, node: Node, differing: dict[Node, Pair]) -> Pair | None:
         """What `node` makes of both."""

@@ -24,7 +24,7 @@ from v41._compat import OpOverload
 from v41.passes.analysis.algebra import Expr, sizes
 from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.layouts import ROWS, Layout, Space
-from v41.passes.analysis.masks import matter_only_where
+from v41.passes.analysis.masks import Ended, matter_only_where
 from v41.passes.analysis.meanings import FLOORS, Meaning
 from v41.passes.analysis.row_flows import Flow, Look, Value, Values
 from v41.passes.analysis.row_rules import rule_of
@@ -54,14 +54,17 @@ class Ragged:
     logit_rows: Node | None = None
 
 
-def ragged(gm: GraphModule, called: Mapping[str, str], *, bounded: bool = False) -> Ragged | None:
+def ragged(gm: GraphModule, called: Mapping[str, str]) -> Ragged | None:
     """The inputs by what the user calls them, "batch.positions" and so on; None where no input is called so.
 
-    `bounded`: whether batches bound their replay. No graph tells: late floors may be as low as all others.
+    Late floors that nothing reads are no promise: where batches do not bound their replay, they are as low as all
+    others.
     """
-    names = {f.name for f in fields(Ragged)} - ({"late_floors"} if not bounded else set())
+    names = {f.name for f in fields(Ragged)}
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder" and fake(node) is not None]
     found = {name: node for node in inputs if (name := called.get(node.name, "").rpartition(".")[2]) in names}
+    if "late_floors" in found and not found["late_floors"].users:
+        del found["late_floors"]
     return Ragged(**found) if "positions" in found else None
 
 
@@ -85,6 +88,9 @@ class Demand:
 
     def __le__(self, other: Demand) -> bool:
         return self | other == other
+
+    def __hash__(self) -> int:
+        return hash((self.every, self.last, frozenset(self.chosen.items())))
 
     def __bool__(self) -> bool:
         return self.every or self.last > 0 or bool(self.chosen)
@@ -118,6 +124,7 @@ class RowDemand:
     at: Mapping[Node, Layout | None]
     of: Mapping[Node, Demand]
     why: Mapping[Node, Reason]
+    forward: Forward  # how results depend on operands
 
 
 def row_demand(gm: GraphModule, inputs: Ragged) -> RowDemand:
@@ -131,7 +138,7 @@ def row_demand(gm: GraphModule, inputs: Ragged) -> RowDemand:
     returned = EVERY, Reason(gm.graph.output_node(), "is returned")
     backward = Backward(forward, [returned] * len(forward.results))
     at = {node: forward.layout(node) for node in forward.values}
-    return RowDemand(at, {node: backward.demand(node) for node in at}, backward.why)
+    return RowDemand(at, {node: backward.demand(node) for node in at}, backward.why, forward)
 
 
 MEANT = {
@@ -155,13 +162,14 @@ def _input(node: Node, rows: Expr, meaning: Meaning | None) -> Value:
 def stop_at_floor(forward: Forward, logit_rows: Node) -> None:
     """A window whose keys below the late floors reach nothing reads what the ring keeps, and the rows of logits."""
     rings = {values: flow.rows for flows in forward.flows.values() for values, flow in flows if flow.how == "last"}
+    ended: Ended = {}
     for node, flows in forward.flows.items():
         (source, flow), *others = flows or [(node, Flow("same"))]
         if flow.how != "back" or source not in rings:
             continue
         offsets = {forward.meaning(arg).offsets for arg, _ in others}  # type: ignore[union-attr]
         masks = [forward.masks(of, offsets) for of in FLOORS.values()]
-        if all(masks) and matter_only_where(forward.gm, node, masks):
+        if all(masks) and matter_only_where(forward.gm, node, masks, ended):
             stopped = Flow("kept", rings[source], logit_rows, "reads rows of its window above the late floor")
             forward.flows[node] = [(source, stopped), *others]
 
@@ -179,6 +187,8 @@ class Forward:
         self.values: dict[Node, Values] = {}
         self.flows: dict[Node, list[tuple[Node, Flow]]] = {}
         self.inside: dict[Node, Forward] = {}  # of subgraph calls
+        self.mixing: dict[Node, str] = {}  # nodes whose rule is not known, or that break it, and how
+        self.backwards: dict[tuple[Demand, ...], Backward] = {}  # by what is demanded of the results
         look, inputs = Look(rows, self.values), iter(given)
         for node in gm.graph.nodes:
             if node.op == "placeholder":
@@ -201,6 +211,7 @@ class Forward:
             rule = rule_of(node)
             made = rule(node, look) if rule is not None else f"mixes rows: v41 knows no rule of {node.target}"
             if isinstance(made, str):
+                self.mixing[node] = made
                 self.values[node] = tuple(Value() for _ in value) if isinstance(value, (tuple, list)) else Value()
                 self.flows[node] = [(arg, Flow("every", why=made)) for arg in node.all_input_nodes]
             else:
@@ -239,6 +250,11 @@ class Forward:
                 found.setdefault((meaning.of, meaning.offsets), []).append(node)
         return found
 
+    @cached_property
+    def effects(self) -> frozenset[Node]:
+        """Those that do something besides computing."""
+        return frozenset(node for node in self.gm.graph.nodes if effect_of(node) is not None)
+
     def layout(self, node: Node) -> Layout | None:
         value = self.values.get(node)
         values = value if isinstance(value, tuple) else (value,)
@@ -275,8 +291,10 @@ def _behind(value: Value, call: Node, foreign: Collection[tuple[Node, ...]]) -> 
 class Backward:
     """The demand on each value of a program, given those on its results. Writes demand by themselves."""
 
-    def __init__(self, forward: Forward, wanted: Sequence[tuple[Demand, Reason]]) -> None:
-        self.forward = forward
+    def __init__(
+        self, forward: Forward, wanted: Sequence[tuple[Demand, Reason]], places: Sequence[Reason] = ()
+    ) -> None:
+        self.forward, self.places = forward, places  # places: reasons of `wanted` that stand for those of each call
         self.demands: dict[Node, Demand] = {}
         self.why: dict[Node, Reason] = {}
         self._wanted: dict[Node, dict[int, tuple[Demand, Reason]]] = {}  # subgraph call -> result -> demand
@@ -299,7 +317,7 @@ class Backward:
             self.demands[node], self.why[node] = after, reason
 
     def _pass_on(self, node: Node) -> None:
-        demand = EVERY if effect_of(node) is not None else self.demand(node)
+        demand = EVERY if node in self.forward.effects else self.demand(node)
         if not demand:
             return
         for operand, flow in self.forward.flows[node]:
@@ -318,16 +336,22 @@ class Backward:
 
     def _subgraph(self, call: Node) -> None:
         inside, wanted = self.forward.inside[call], self._wanted.get(call, {})
-        if not wanted and effect_of(call) is None:
+        if not wanted and call not in self.forward.effects:
             return
-        nobody = NOTHING, Reason(call, "")
-        inner = Backward(inside, [wanted.get(at, nobody) for at in range(len(inside.results))])
+        known = [wanted.get(at, (NOTHING, Reason(call, ""))) for at in range(len(inside.results))]
+        asked = tuple(demand for demand, _ in known)
+        if asked not in inside.backwards:  # by its place among the results stands who asked
+            places = [Reason(call, str(at)) for at in range(len(known))]
+            inside.backwards[asked] = Backward(inside, list(zip(asked, places, strict=True)), places)
+        inner = inside.backwards[asked]
         inputs = [node for node in inside.gm.graph.nodes if node.op == "placeholder"]
         outside = dict(zip(inputs, call.args[2:], strict=True))
         for each in inputs:
             operand, demand = outside[each], inner.demand(each)
             if isinstance(operand, Node) and demand:
-                self._ask(operand, self._outside(demand, call, outside), inner.why[each])
+                at = next((at for at, place in enumerate(inner.places) if place is inner.why[each]), None)
+                reason = inner.why[each] if at is None else known[at][1]
+                self._ask(operand, self._outside(demand, call, outside), reason)
 
     def _outside(self, demand: Demand, call: Node, outside: Mapping[Node, object]) -> Demand:
         """What a body demands of an operand, in terms of inputs outside."""

@@ -103,7 +103,7 @@ def test_each_row_finds_its_window_keys(cuts: list[int], pads: int) -> None:
             ring[p % window] = p
 
 
-@pytest.mark.parametrize(("switch", "late"), [("off", [4, 5]), ("after_source", [4, 5]), ("from_source", [3, 4, 5])])
+@pytest.mark.parametrize(("switch", "late"), [("off", []), ("after_source", [4, 5]), ("from_source", [3, 4, 5])])
 def test_which_layers_a_replay_truncates(switch: str, late: list[int]) -> None:
     config = TINY.replace(swa_bounded_replay=switch)
     assert [role.layer for role in config.roles if Attention(config, role).late] == late

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from tests.strategies.rows import FLOORED, LOCAL, MIXES, READS_BEFORE, WINDOW, WRITES, Program, build, programs, step
+from tests.strategies.rows import (
+    CACHES,
+    FLOORED,
+    LOCAL,
+    MIXES,
+    READS_BEFORE,
+    WINDOW,
+    WRITES,
+    Program,
+    build,
+    programs,
+    step,
+)
 from tests.strategies.rows import Step as Inputs
 from v41._compat import input_name
 from v41._compat_trace import functional_aten
@@ -32,7 +45,7 @@ SOME_CHUNKS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), min_size
 
 
 def promised(inputs: dict[str, Node], bounded: bool = False) -> Ragged:
-    names = [f.name for f in fields(Ragged) if bounded or f.name != "late_floors"]
+    names = [f.name for f in fields(Ragged) if bounded or f.name != "late_floors"]  # as if nothing read them
     return Ragged(**{name: inputs[name] for name in names})
 
 
@@ -102,7 +115,7 @@ def check_poison(gm: GraphModule, demand: RowDemand, inputs: dict[str, Node], gi
     for run in (gm, poisoned.run):
         args = Inputs(*(each.clone() for each in given))
         outputs = run(*args)
-        results.append([*outputs, *(cache[:-1] for cache in args[13:])])
+        results.append([*outputs, *(cache[:-1] for cache in args[CACHES:])])
     for clean, other in zip(*results, strict=True):
         assert torch.equal(clean, other), "poison reached somebody"
     return poisoned.filled
@@ -232,8 +245,8 @@ def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 class Traced:
     """The preset "tiny" as a canonical program; what a step does in it, plain or poisoned."""
 
-    def __init__(self) -> None:
-        self.config = V41Config.preset("tiny")
+    def __init__(self, replay: str) -> None:
+        self.config = V41Config.preset("tiny").replace(swa_bounded_replay=replay)
         self.model = V41ForCausalLM.random(self.config).eval()
         self.compiled = torch.compile(self.model, backend=self.backend, fullgraph=True)
         self.names: list[str] = []
@@ -254,25 +267,25 @@ class Traced:
         return run
 
     @torch.no_grad()
-    def step(self, **changes: Any) -> None:
+    def step(self) -> None:
         """Long chunks, a short one, and one that goes on, all in one step."""
-        config, cache = self.config.replace(**changes), Cache.zeros(self.config, 4, 96)
+        config, cache = self.config, Cache.zeros(self.config, 4, 96)
         ids = torch.randint(0, config.vocab_size, (4, 96), generator=torch.Generator().manual_seed(0)).tolist()
         self.model(build_batch(config, cache, [Chunk(ids[0], 0, 0, 21), Chunk(ids[1], 0, 1, 7)]), cache)
         chunks = [Chunk(ids[0], 21, 0, 90), Chunk(ids[1], 7, 1, 8), Chunk(ids[2], 0, 2, 50), Chunk(ids[3], 0, 3, 9)]
         self.compiled(build_batch(config, cache, chunks), cache)
 
-    def demand(self, bounded: bool) -> tuple[RowDemand, dict[str, Node]]:
+    def demand(self) -> tuple[RowDemand, dict[str, Node]]:
         given = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
         inputs = {name.removeprefix("batch."): node for name, node in zip(self.names, given, strict=True)}
         called = {node.name: name for name, node in zip(self.names, given, strict=True)}
-        promise = ragged(self.gm, called, bounded=bounded)
+        promise = ragged(self.gm, called)
         assert promise is not None
         return row_demand(self.gm, promise), inputs
 
-    def check(self, bounded: bool) -> None:
+    def check(self) -> None:
         """Poison reaches neither the logits nor a cache, nobody's slot apart."""
-        demand, inputs = self.demand(bounded)
+        demand, inputs = self.demand()
         poisoned, results = Poisoned(self.gm, demand, inputs), []
         for run in (self.gm, poisoned.run):
             args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in self.args]
@@ -282,9 +295,9 @@ class Traced:
             results.append([logits, *caches])
         assert all(map(same_bits, *results)) and poisoned.filled > 1000
 
-    def borders(self, bounded: bool) -> list[str]:
+    def borders(self) -> list[str]:
         """What is demanded of what each layer writes into its ring: of what enters its attention, for that alone."""
-        demand, inputs = self.demand(bounded)
+        demand, inputs = self.demand()
         rings = {node: name for name, node in inputs.items() if name.startswith("cache.rings")}
         writes = [node for node in self.gm.graph.nodes if "index_put" in str(node.target) and node.args[0] in rings]
         values = {rings[node.args[0]]: demand.of[node.args[2]] for node in writes}
@@ -292,9 +305,9 @@ class Traced:
         return [str(values[f"cache.rings[{i}]"]).replace(rows_of_logits, "logits") for i in range(len(values))]
 
 
-@pytest.fixture(scope="module")
-def traced() -> Traced:
-    model = Traced()
+@cache
+def traced(replay: str) -> Traced:
+    model = Traced(replay)
     model.step()
     canonicalize(model.gm)
     model.gm.recompile()
@@ -302,17 +315,17 @@ def traced() -> Traced:
 
 
 @pytest.mark.slow
-def test_rows_of_the_plain_model(traced: Traced) -> None:
+def test_rows_of_the_plain_model() -> None:
     """All up to the last KV source, whose entries need them; behind it one window less a layer, or one in all."""
-    source, layers, W = traced.config.last_kv_source, traced.config.num_hidden_layers, traced.config.sliding_window
+    config = traced("off").config
+    source, layers, W = config.last_kv_source, config.num_hidden_layers, config.sliding_window
     exact = [f"last {W + n * (W - 1)}, logits and {(n + 1) * (W - 1)} before" for n in range(layers - source)]
     kept = [f"last {W}, logits"] * (layers - source - 1) + [f"last {2 * W - 1}, logits and {W - 1} before"]
-    assert traced.borders(bounded=False) == ["all"] * source + exact[::-1]
-    assert traced.borders(bounded=True) == ["all"] * source + kept[::-1]
+    assert traced("off").borders() == ["all"] * source + exact[::-1]
+    assert traced("after_source").borders() == ["all"] * source + kept[::-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", ["off", "after_source"])
-def test_poison_does_not_reach_what_the_plain_model_keeps(traced: Traced, replay: str) -> None:
-    traced.step(swa_bounded_replay=replay)
-    traced.check(bounded=replay != "off")
+def test_poison_does_not_reach_what_the_plain_model_keeps(replay: str) -> None:
+    traced(replay).check()

@@ -1,6 +1,6 @@
 """Programs on the rows of a ragged step, drawn as lists of steps: some keep rows apart, some read others, some mix all.
 
-    x [T, 8] of requests in chunks; x[logit_rows] is returned, and rings and a cache are written on the way
+x [T, 8] of requests in chunks; x[logit_rows] is returned, and rings and a cache are written on the way
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Step(NamedTuple):
     first_rows: Tensor  # [R]
     longest: Tensor  # [Q]
     logit_rows: Tensor  # [L]
+    kept_rows: Tensor  # [K]
+    kept_longest: Tensor  # [the most of them in one request]
     weight: Tensor  # [8, 8]
     experts: Tensor  # [5, 8, 8]
     ring: Tensor  # [slots + 1, window, 8]
@@ -44,11 +46,13 @@ class Step(NamedTuple):
     cache: Tensor  # [slots + 1, capacity, 8]
 
 
-SIZES = ("rows",) * 8 + ("requests", "longest", "logits")  # the first dimension of each; other inputs are static
+SIZES = ("rows",) * 8 + ("requests", "longest", "logits", "last", "longest kept")  # the first dimension of each input
+CACHES = Step._fields.index("ring")  # and those behind it are written
 
 
-def step(chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True) -> Step:
-    """chunks: (first position, rows) of each request."""
+def step(chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True, last: int = 0, more: int = 0) -> Step:
+    """chunks: (first position, rows) of each request. Kept are the last so many of each, as many before each row of
+    logits, and `more` that were not to be."""
     generator = torch.Generator().manual_seed(seed)
     rows = [n for _, n in chunks]
     first = [sum(rows[:i]) for i in range(len(rows))]
@@ -59,6 +63,13 @@ def step(chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True) -
 
     columns = torch.arange(total) - per_row(first)
     ends = torch.tensor([f + n - 1 for f, n in zip(first, rows, strict=True)])
+    logits = ends if last_only else torch.arange(total).flip(0)[: max(total // 2, 1)]
+    kept = torch.arange(total) >= (ends + 1 - last).repeat_interleave(repeats)
+    for row in logits.tolist():
+        kept[max(row - last + 1, 0) : row + 1] = True
+    spare = (~kept).nonzero().flatten()
+    kept[spare[torch.randperm(len(spare), generator=generator)[:more]]] = True
+    most = max(int(part.sum()) for part in kept.split(rows))
     sizes = ((WIDTH, WIDTH), (EXPERTS, WIDTH, WIDTH), (SLOTS + 1, WINDOW, WIDTH), (SLOTS + 1, WIDTH))
     weights = [torch.randn(*size, generator=generator) for size in (*sizes, (SLOTS + 1, CAPACITY, WIDTH))]
     return Step(
@@ -72,7 +83,9 @@ def step(chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True) -
         per_row([start + n - WINDOW if n > WINDOW else 0 for start, n in chunks]),
         torch.tensor(first),
         torch.arange(max(rows)),
-        ends if last_only else torch.arange(total).flip(0)[: max(total // 2, 1)],
+        logits,
+        kept.nonzero().flatten(),
+        torch.arange(most),
         *weights,
     )
 
@@ -254,8 +267,8 @@ def captured(name: str) -> GraphModule:
 
     functional = torch.func.functionalize(run, remove="mutations")
 
-    def spelled_out(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p):  # type: ignore[no-untyped-def]  # make_fx takes no *args
-        return functional(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
+    def spelled_out(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r):  # type: ignore[no-untyped-def]  # make_fx takes no *args
+        return functional(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r)
 
     gm = make_fx(spelled_out, decomposition_table=select_decomp_table(), tracing_mode="fake")(*fakes())
     canonicalize(gm)

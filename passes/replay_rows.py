@@ -1,0 +1,325 @@
+"""replay_rows: which nodes of a program need no more rows than those that a batch keeps, and where their operands lie.
+
+    x = norm(X)                      every row: a KV source writes an entry of each
+    q = project(x)                   kept: who reads q needs the last rows of each request
+    ring[last W rows] = records      kept, where records are
+
+A node is *late* where the rows demanded of it (analysis/rows.py) are among those kept; so is one that only late nodes
+read. What is late computes, for each kept row, what the whole program computes of that row, so late nodes read of early
+ones the kept rows, and numbers of rows stay those of the whole program until something is indexed by them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import SymInt, ops
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from v41._compat import shape_ids, size_with, symbols_of
+from v41.passes.analysis.algebra import expression
+from v41.passes.analysis.layouts import GRID, ROWS
+from v41.passes.analysis.meanings import Meaning
+from v41.passes.analysis.row_flows import Flow
+from v41.passes.analysis.rows import Demand, Forward, Ragged, RowDemand, ragged
+from v41.passes.analysis.sizes import symbols_in
+from v41.passes.matching import VIEWS, fake, shape
+from v41.regions import invoke_subgraph
+
+aten, prims = ops.aten, ops.prims
+TAKES_ROWS = (aten.index.Tensor, aten.index_select.default)
+CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
+
+KNOWN = "mixes rows in no way that row demand does not know"
+CUT = "reads early values whose rows can be taken"
+SIZED = "has sizes that follow from how many rows there are"
+INDEXED = "finds rows by numbers that can be told anew"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The inputs of a batch that say which rows are kept. Naming them is a promise that no graph can prove:
+
+    rows      ascending, each once: the last `last` rows of each chunk, and all of one whose logits are all returned.
+              So with a row of logit_rows go the `last` - 1 before it; a row of logits that is not there is a pad
+    longest   as long as the most of them that one request has
+    """
+
+    rows: Node  # [K]
+    longest: Node  # [Q]
+    last: int
+    ragged: Ragged
+
+    @property
+    def renamed(self) -> dict[str, Node]:
+        """Symbol of the whole program -> the input whose size stands for it among kept rows."""
+        named = ((self.ragged.positions, self.rows), (self.ragged.longest, self.longest))
+        return {str(whole): kept for node, kept in named if node is not None for whole in symbols_in(shape(node)[:1])}
+
+    def covers(self, demand: Demand) -> bool:
+        """Whether rows so demanded are kept."""
+        known = all(index is self.ragged.logit_rows and rows < self.last for index, rows in demand.chosen.items())
+        return not demand.every and demand.last <= self.last and known
+
+
+def kept_rows(gm: GraphModule, called: Mapping[str, str]) -> Kept | None:
+    """What a batch says of the rows it keeps, by what the user calls inputs; None where it says nothing."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder" and fake(node) is not None]
+    named = {called.get(node.name, "").rpartition(".")[2]: node for node in inputs}
+    rows, longest, given = named.get("kept_rows"), named.get("kept_longest"), ragged(gm, called)
+    if rows is None or longest is None or given is None:
+        return None
+    size = shape_ids([rows.meta["val"]]).get(str(shape(rows)[0]), "")
+    last = re.fullmatch(r"last (\d+)", size)
+    return Kept(rows, longest, int(last[1]), given) if last else None
+
+
+Problem = tuple[str, Node]  # the sentence that does not hold, and the node at fault
+
+
+class LateRows:
+    """Which nodes of `gm` are late. `problems`: those whose demand would allow it, and what stands in the way."""
+
+    def __init__(self, gm: GraphModule, kept: Kept, demand: RowDemand) -> None:
+        self.gm, self.kept, self.demand = gm, kept, demand
+        self.forward: Forward = demand.forward
+        self.renamed = kept.renamed
+        self.problems: dict[Node, Problem] = {}
+        self._mixed: dict[Forward, Node | None] = {}  # shared bodies, looked into once
+        self.late: dict[Node, None] = dict.fromkeys(filter(self._by_demand, gm.graph.nodes))
+        self._without_problems()
+        for call in [node for node in self.late if node in self.forward.inside and self._narrows(node)]:
+            self._take_out(call)
+        self.late |= dict.fromkeys(node for node in gm.graph.nodes if self.compacts(node))
+        for node in reversed(gm.graph.nodes):
+            if node.users and node not in self.late and self._may_move(node) and self.late.keys() >= node.users.keys():
+                self.late[node] = None
+
+    # ---- who is late
+
+    def demanded(self, node: Node) -> Demand:
+        """Of a call, what is demanded of all its results."""
+        if node not in self.forward.inside:
+            return self.demand.of.get(node, Demand())
+        total = Demand()
+        for user in node.users:
+            total = total | self.demand.of.get(user, Demand())
+        return total
+
+    def _by_demand(self, node: Node) -> bool:
+        if node.op != "call_function" or self.forward.layout(node) is None or node in self.forward.effects:
+            return False
+        demand = self.demanded(node)
+        return bool(demand) and self.kept.covers(demand) and not self._counts_rows(node)
+
+    def _counts_rows(self, node: Node) -> bool:
+        return node.target is prims.iota.default
+
+    def _without_problems(self) -> None:
+        """Takes from `late` what cannot be computed of kept rows, and all that this needs whole."""
+        found = True
+        while found:
+            found = False
+            for node in list(self.late):
+                problem = self.problem(node) or self._reader_problem(node) if node in self.late else None
+                if problem is not None:
+                    self.problems[node], found = problem, True
+                    self._take_out(node)
+
+    def _take_out(self, node: Node) -> None:
+        stack = [node]
+        while stack:
+            each = stack.pop()
+            if each in self.late:
+                del self.late[each]
+                stack += each.all_input_nodes
+                stack += each.users if each in self.forward.inside else ()
+
+    def _narrows(self, call: Node) -> bool:
+        """Whether a late call reads early rows alone and makes less of them: it stays early. In the model these are the
+        coefficients at the seam, a thousandth of a layer's work, which make one region with the norm beside them."""
+        rows = [arg for arg in call.all_input_nodes if self.forward.layout(arg) is not None]
+        read, made = (sum(map(_elements, each)) for each in (rows, [user for user in call.users if user.users]))
+        return bool(rows) and self.late.keys().isdisjoint(rows) and made < read
+
+    def _may_move(self, node: Node) -> bool:
+        """Whether it computes each row from the same row of its operands, all of which can be taken."""
+        layout = self.forward.layout(node)
+        if layout is None and fake(node) is not None and self.follows_rows(node):
+            return self.is_constant(node)
+        if node.op != "call_function" or node in self.forward.effects or layout is None or self._counts_rows(node):
+            return False
+        flows = self.forward.flows.get(node, [])
+        rowwise = layout.space.kind == ROWS and bool(layout.dims) and all(flow.how == "same" for _, flow in flows)
+        return rowwise and node.target not in TAKES_ROWS and self.problem(node) is None
+
+    def compacts(self, node: Node) -> bool:
+        """Whether `node`, whose result has no rows, reads late ones: those of logits, or what a ring keeps."""
+        flows = self.forward.flows.get(node, [])
+        source, flow = next(((each, f) for each, f in flows if f.how in ("chosen", "last")), (None, None))
+        if source not in self.late or flow is None or self.forward.layout(node) is not None:
+            return False
+        return flow.index is self.kept.ragged.logit_rows if flow.how == "chosen" else flow.rows <= self.kept.last
+
+    # ---- what stands in the way
+
+    def problem(self, node: Node) -> Problem | None:
+        """What keeps `node` from being computed of kept rows alone."""
+        if node.target is invoke_subgraph:
+            culprit = self._mixed_inside(self.forward.inside[node])
+            if culprit is not None:
+                return KNOWN, culprit
+        if any(not self.renamed.keys().isdisjoint(symbols_of(size)) for size in sizes_in_arguments(node)):
+            return SIZED, node
+        for operand, flow in self.forward.flows.get(node, []):
+            if flow.how == "every" or (flow.how in ("chosen", "last") and operand in self.late):
+                return KNOWN, node
+            if operand in self.late and flow.how in ("back", "kept") and not row_numbers(self.forward, node):
+                return INDEXED, node
+        if self.by_grid(node) and None in (self.kept.ragged.first_rows, self.kept.ragged.columns):
+            return INDEXED, node
+        return next(filter(None, (self._operand_problem(node, operand) for operand in node.all_input_nodes)), None)
+
+    def _mixed_inside(self, inside: Forward) -> Node | None:
+        if inside not in self._mixed:
+            self._mixed[inside] = mixed_inside(inside)
+        return self._mixed[inside]
+
+    def _reader_problem(self, node: Node) -> Problem | None:
+        """What reads `node` and needs it whole, or reads something else whose rows cannot be taken."""
+        for user in node.users:
+            if self.compacts(user):
+                problem = next(filter(None, (self._operand_problem(user, each) for each in user.all_input_nodes)), None)
+                if problem is not None:
+                    return problem
+            elif user not in self.late and self._uses(user):
+                return SIZED if isinstance(user.meta.get("val"), SymInt) else KNOWN, user
+        return None
+
+    def _uses(self, node: Node) -> bool:
+        """Whether a node that is not late makes something of a late value: not if nobody reads it, or it is a size that
+        is the same for any rows."""
+        if not node.users and node not in self.forward.effects and node.op != "output":
+            return False
+        return not isinstance(node.meta.get("val"), SymInt) or self.follows_rows(node)
+
+    def _operand_problem(self, node: Node, operand: Node) -> Problem | None:
+        if operand in self.late or operand.op == "get_attr":
+            return None
+        layout, value = self.forward.layout(operand), operand.meta.get("val")
+        if layout is not None:
+            if operand is self.grid_columns(node) or self.reads_whole(node, operand):
+                return None
+            whole = layout.space.kind == ROWS and len(layout.dims) == 1 and fake(operand) is not None
+            size = expression(shape(operand)[layout.dims[0]]) if whole else None
+            return None if whole and size == self.forward.rows else (CUT, operand)
+        if not self.follows_rows(operand) or operand is self.grid(node):
+            return None
+        if isinstance(value, SymInt):
+            return None if simple(value) else (SIZED, operand)
+        return None if self.is_constant(operand) else (SIZED, operand)
+
+    def follows_rows(self, node: Node) -> bool:
+        """Whether a size of `node`, or the number it is, follows from how many rows there are."""
+        return not self.renamed.keys().isdisjoint(symbols_in(node.meta.get("val")))
+
+    def is_constant(self, node: Node) -> bool:
+        """Whether a tensor has the same numbers for any row: made of sizes, or repeated so many times."""
+        if node.op != "call_function" or node.target not in (*CONSTANTS, *VIEWS):
+            return False
+        operands = [arg for arg in node.all_input_nodes if self.follows_rows(arg)]
+        return all(simple(v) if isinstance(v := arg.meta["val"], SymInt) else self.is_constant(arg) for arg in operands)
+
+    # ---- indices
+
+    def numbers(self, node: Node) -> Node | None:
+        """The index of `node` that counts rows of the whole program; one by picks counts those that were sorted."""
+        return next((index for index, meaning in row_numbers(self.forward, node) if not meaning.by), None)
+
+    def by_grid(self, node: Node) -> bool:
+        return self.grid(node) is not None or self.grid_columns(node) is not None
+
+    def grid(self, node: Node) -> Node | None:
+        """The index of `node` that lays rows out by request and column."""
+        return self._index_that_means(node, "grid")
+
+    def grid_columns(self, node: Node) -> Node | None:
+        """The index of `node` that says which column of its request a row is."""
+        return self._index_that_means(node, "column of row")
+
+    def _index_that_means(self, node: Node, of: str) -> Node | None:
+        meant = ((i, self.forward.meaning(i)) for i in indices(node))
+        return next((index for index, meaning in meant if meaning is not None and meaning.of == of), None)
+
+    def reads_whole(self, node: Node, operand: Node) -> bool:
+        """Whether `node` may take rows of the whole `operand`, an early one, by the numbers they have there."""
+        return node.target in TAKES_ROWS and operand is node.args[0] and self.numbers(node) is not None
+
+    # ---- calls that are to be opened
+
+    @cached_property
+    def to_open(self) -> list[Node]:
+        """Calls some of whose results are late and others not, or whose bodies would have to tell rows anew."""
+        return [
+            call for call in self.forward.inside if self._is_split(call) or self.problems.get(call, ("",))[0] == KNOWN
+        ]
+
+    def _is_split(self, call: Node) -> bool:
+        demands = [demand for user in call.users if (demand := self.demand.of.get(user))]
+        return len({self.kept.covers(demand) for demand in demands}) == 2
+
+
+def _elements(node: Node) -> int:
+    """Of one row, with 1 for sizes that change."""
+    return math.prod(size_with(size, 1) for size in shape(node))
+
+
+def simple(size: object) -> bool:
+    """Whether a size is a sum of products of symbols, which can be written with others."""
+    if not isinstance(size, SymInt):
+        return isinstance(size, int)
+    expr = expression(size)
+    return bool(expr.is_polynomial(*expr.free_symbols)) if symbols_of(size) else True
+
+
+def sizes_in_arguments(node: Node) -> list[SymInt]:
+    """Sizes that `node` has as arguments without a node of their own."""
+    found: list[SymInt] = []
+    map_aggregate((node.args, node.kwargs), lambda arg: found.append(arg) if isinstance(arg, SymInt) else arg)
+    return found
+
+
+def mixed_inside(forward: Forward) -> Node | None:
+    """The first node of a body that needs to know which rows there are, or writes."""
+    for node in forward.gm.graph.nodes:
+        inner = mixed_inside(forward.inside[node]) if node in forward.inside else None
+        counts = node.target is prims.iota.default and forward.layout(node) is not None
+        if inner is not None or node in forward.effects or counts or sizes_in_arguments(node):
+            return inner or node
+        if any(_by_number(forward, node, flow) for _, flow in forward.flows.get(node, [])):
+            return node
+    return None
+
+
+def _by_number(forward: Forward, node: Node, flow: Flow) -> bool:
+    layout = forward.layout(node)
+    if flow.how in ("every", "chosen", "last") or (layout is not None and layout.space.kind == GRID):
+        return True
+    return flow.how in ("back", "kept") and not any(meaning.by for _, meaning in row_numbers(forward, node))
+
+
+def indices(node: Node) -> list[Node]:
+    """What `node` takes elements by."""
+    given = node.args[1] if node.target is aten.index.Tensor else node.args[2:3] if node.target in TAKES_ROWS else ()
+    return [index for index in given if isinstance(index, Node)]  # type: ignore[union-attr]
+
+
+def row_numbers(forward: Forward, node: Node) -> list[tuple[Node, Meaning]]:
+    """The indices of `node` that are numbers of rows."""
+    meant = ((index, forward.meaning(index)) for index in indices(node))
+    return [(index, meaning) for index, meaning in meant if meaning is not None and meaning.of == "row"]

@@ -1,0 +1,93 @@
+"""trim_replay: late layers run on the rows that somebody reads, as a batch names them.
+
+    before   X, x = boundary(...)                    rows: all
+             entries[all] = compress(x);   q = project(x);   ring[last W] = records;   ...   h[logit_rows]
+    after    X, x = boundary(...);   entries[all] = compress(x)
+             X', x' = X[kept_rows], x[kept_rows]     the seam
+             q = project(x');   ring[last W] = records';   ...   h'[place of logit_rows]      rows: kept
+
+Site: a program whose batch says which rows it keeps. What is late is found, not told (replay_rows.py): in the plain
+model the last KV source but for its norm, compressor, index keys and, where its window is not truncated, window
+records; and all layers behind it. Exact because every late node computes each kept row from what it was computed from.
+
+How the rows get here: the plain model runs every layer on every row and reads no such index, so eager stays the oracle.
+`Batch` carries it, built on the host, for its length must be known there (a size made on the way could be in no CUDA
+graph); the model only mentions it, so that it is among the inputs of the graph. That it names all rows demanded is a
+promise: the name of its size says how many last rows of each chunk it has, and only demands within these are late.
+Needs canonicalize. Bounded replay: DeepSeek-V4.1 report; vLLM 0.33 (PR 58132); the exact halo: vLLM PR 57281.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import ops
+from torch.fx import GraphModule, Node
+
+from v41.passes.analysis.algebra import Expr, expression
+from v41.passes.analysis.effects import effect_of
+from v41.passes.analysis.rows import row_demand
+from v41.passes.matching import shape
+from v41.passes.replay_edit import Editor
+from v41.passes.replay_rows import KNOWN, Kept, LateRows, kept_rows
+from v41.regions import inline
+from v41.report import Decision, applied, refused
+
+aten = ops.aten
+FUNCTIONAL = "writes inputs at its end alone"
+
+
+def trim_replay(gm: GraphModule, called: Mapping[str, str]) -> list[Decision]:
+    """Trims `gm` in place. A decision for the seam, named by the first late node, and one for each node that had to
+    stay whole. called: input -> what the user calls it."""
+    kept = kept_rows(gm, called)
+    return trim(gm, kept) if kept is not None and not kept.rows.users else []
+
+
+def trim(gm: GraphModule, kept: Kept) -> list[Decision]:
+    """The same for a batch that keeps `kept`."""
+    early = written_early(gm)
+    if early is not None:
+        return [refused(early, FUNCTIONAL, early)]
+    read_sizes_of_inputs(gm)
+    rows = opened(gm, kept)
+    told = [refused(node, *problem) for node, problem in rows.problems.items()]
+    told += [refused(node, KNOWN, node) for node in unknown(rows)]
+    if rows.late:
+        Editor(gm, rows).edit()
+        first = next(node for node in gm.graph.nodes if node in rows.late and node.op == "call_function")
+        return [applied(first), *told]
+    return told
+
+
+def opened(gm: GraphModule, kept: Kept) -> LateRows:
+    """What is late, when calls that are late in part are opened."""
+    while True:
+        rows = LateRows(gm, kept, row_demand(gm, kept.ragged))
+        if not rows.to_open:
+            return rows
+        for call in rows.to_open:
+            inline(gm, call)
+
+
+def read_sizes_of_inputs(gm: GraphModule) -> None:
+    """Sizes that inputs have are asked of these, since others will be shorter."""
+    known: dict[Expr, tuple[Node, int]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            known |= {expression(size): (node, dim) for dim, size in reversed(list(enumerate(shape(node))))}
+        elif node.target is aten.sym_size.int and (found := known.get(expression(node.meta["val"]))) is not None:
+            node.args = found
+
+
+def unknown(rows: LateRows) -> list[Node]:
+    """Nodes that demand all rows because nobody knows how they mix them."""
+    return [node for node in rows.forward.mixing if rows.demanded(node)]
+
+
+def written_early(gm: GraphModule) -> Node | None:
+    """The first write that something behind it may see."""
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+    writes = [node for node in nodes if effect_of(node) == "writes"]
+    behind = nodes[nodes.index(writes[0]) :] if writes else []
+    return writes[0] if any(effect_of(node) != "writes" for node in behind) else None

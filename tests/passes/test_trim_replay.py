@@ -1,0 +1,264 @@
+"""trim_replay leaves out rows that nobody reads, of any program, and changes no bit of a row that somebody does.
+
+Steps are ragged ones, and keep rows as batches do: the last so many of each chunk, as many before each row of logits,
+and some that were not needed. What is not kept may hold NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from tests.invariants import check_in_another_process
+from tests.strategies.rows import (
+    CACHES,
+    FLOORED,
+    LOCAL,
+    MIXES,
+    READS_BEFORE,
+    STEPS,
+    WINDOW,
+    WRITES,
+    Program,
+    build,
+    programs,
+    step,
+)
+from tests.strategies.rows import Step as Inputs
+from v41.passes import replay_edit, replay_rows, trim_replay
+from v41.passes.analysis.rows import Demand, Ragged
+from v41.passes.analysis.sizes import symbols_in
+from v41.passes.replay_rows import KNOWN, Kept, LateRows
+from v41.passes.structure import structure_key
+from v41.report import Decision
+
+CHUNKS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 14)), min_size=1, max_size=4)
+LAST = st.integers(WINDOW, 12)
+RINGS = {name: WRITES[name] for name in WRITES if name != "cache"}
+
+
+def kept_of(inputs: dict[str, Node], last: int, bounded: bool = False) -> Kept:
+    names = {f.name for f in fields(Ragged)} - (set() if bounded else {"late_floors"})
+    return Kept(inputs["kept_rows"], inputs["kept_longest"], last, Ragged(**{name: inputs[name] for name in names}))
+
+
+def trimmed(program: Program, last: int, bounded: bool = False) -> tuple[GraphModule, GraphModule, list[Decision]]:
+    """The program, what became of it, and what was decided."""
+    (whole, _), (gm, inputs) = (writing_at_its_end(*build(program)) for _ in range(2))
+    decisions = trim_replay.trim(gm, kept_of(inputs, last, bounded))
+    gm.graph.lint()
+    gm.recompile()
+    return whole, gm, decisions
+
+
+def writing_at_its_end(gm: GraphModule, inputs: dict[str, Node]) -> tuple[GraphModule, dict[str, Node]]:
+    """As AOTAutograd has it. What reads a cache behind a write then reads what was there before: another program."""
+    for node in list(gm.graph.nodes):
+        if node.target is torch.ops.aten.copy_.default:
+            gm.graph.output_node().prepend(node)
+    gm.recompile()
+    return gm, inputs
+
+
+def run(gm: GraphModule, given: Inputs) -> list[Tensor]:
+    """What a step returns and leaves in the caches, nobody's slot apart."""
+    args = Inputs(*(each.clone() for each in given))
+    results = gm(*args)
+    return [*results, *(cache[:-1] for cache in args[CACHES:])]
+
+
+def check_same(whole: GraphModule, gm: GraphModule, clean: Inputs, given: Inputs) -> None:
+    """`gm` makes of `given` what the whole program makes of `clean`. Small products of other sizes sum up in another
+    order, so not bit by bit; another row differs in the first digit."""
+    for expected, found in zip(run(whole, clean), run(gm, given), strict=True):
+        limit = 1e-2 * (1 + expected.nan_to_num().abs().max()) if expected.numel() else 1
+        assert torch.equal(expected.isnan(), found.isnan())
+        assert not ((expected - found).nan_to_num().abs() > limit).any(), (expected - found).abs().max()
+
+
+def poisoned(given: Inputs) -> Inputs:
+    """NaN in every row that is not kept."""
+    x = torch.full_like(given.x, torch.nan)
+    x[given.kept_rows] = given.x[given.kept_rows]
+    return given._replace(x=x)
+
+
+def gathers(gm: GraphModule) -> list[Node]:
+    """What takes the kept rows of something early."""
+    (kept,) = (node for node in gm.graph.nodes if node.op == "placeholder" and node.target == "kept_rows")
+    return [user for user in kept.users if "index" in str(user.target)]
+
+
+@given(programs(LOCAL, READS_BEFORE, FLOORED, WRITES, MIXES), CHUNKS, LAST, st.integers(0, 9), st.booleans())
+def test_every_row_that_is_read_has_the_bits_of_the_whole_program(
+    program: Program, chunks: list[tuple[int, int]], last: int, seed: int, ends: bool
+) -> None:
+    whole, gm, _ = trimmed(program, last)
+    given = step(chunks, seed, ends, last, more=seed)
+    check_same(whole, gm, given, given)
+
+
+@given(programs(LOCAL, READS_BEFORE, RINGS), CHUNKS, st.integers(0, 9), st.booleans())
+def test_dropped_rows_may_hold_anything(program: Program, chunks: list[tuple[int, int]], seed: int, ends: bool) -> None:
+    """With as many rows kept as the program reads back, NaN in the others reaches nothing."""
+    last = WINDOW + 2 * len(program)
+    whole, gm, decisions = trimmed(["gelu", *program], last)
+    assert [each.applied for each in decisions] == [True]
+    given = step(chunks, seed, ends, last, more=seed)
+    check_same(whole, gm, given, poisoned(given))
+
+
+@given(programs(LOCAL, {"window above a floor": FLOORED["window above a floor"]}, RINGS), CHUNKS, st.integers(0, 9))
+def test_with_floors_one_window_is_enough(program: Program, chunks: list[tuple[int, int]], seed: int) -> None:
+    program = [*program, "window above a floor", "gelu", "window above a floor"]
+    whole, gm, decisions = trimmed(program, WINDOW, bounded=True)
+    assert [each.applied for each in decisions] == [True]
+    given = step(chunks, seed, last=WINDOW, more=seed)
+    check_same(whole, gm, given, poisoned(given))
+
+
+def inputs_of(gm: GraphModule) -> dict[str, Node]:
+    return {str(node.target): node for node in gm.graph.nodes if node.op == "placeholder"}
+
+
+@pytest.mark.parametrize("name", sorted(LOCAL | READS_BEFORE | RINGS))
+def test_each_step_is_trimmed_alone(name: str) -> None:
+    whole, gm, decisions = trimmed(["gelu", name], 5)
+    assert [each.applied for each in decisions] == [True]
+    late = [node for node in gm.graph.nodes if node.op == "call_function" and symbols_in(node.meta.get("val"))]
+    assert late and not any("u0" in symbols_in(node.meta["val"]) for node in late[-3:])
+    for chunks in ([(0, 12), (4, 9), (1, 1)], [(0, 1)], [(2, 14), (0, 13)]):
+        for ends in (True, False):
+            given = step(chunks, 1, ends, last=5, more=3)
+            check_same(whole, gm, given, poisoned(given))
+
+
+@pytest.mark.parametrize("name", sorted(MIXES))
+def test_what_mixes_rows_is_named(name: str) -> None:
+    whole, gm, decisions = trimmed(["gelu", name, "norm", "product", "ring"], 4)
+    named = {each.culprit for each in decisions if each.rule == KNOWN and not each.applied}
+    assert named
+    given = step([(0, 12), (4, 9), (1, 1)], last=4)
+    check_same(whole, gm, given, given)
+
+
+def test_a_second_run_finds_nothing_and_names_do_not_matter() -> None:
+    program = ["norm", "cache", "window", "experts", "by request", "ring", "gelu"]
+    _, gm, _ = trimmed(program, 9)
+    once = structure_key(gm)
+    assert trim_replay.trim_replay(gm, {name: f"batch.{name}" for name in inputs_of(gm)}) == []
+    _, other, _ = trimmed(program, 9)
+    assert structure_key(gm) == structure_key(other) == once
+
+
+def key_of_a_program() -> str:
+    return structure_key(trimmed(["norm", "cache", "window", "experts", "by request", "ring"], 9)[1])
+
+
+@pytest.mark.slow
+def test_another_process_makes_the_same_program() -> None:
+    check_in_another_process("tests.passes.test_trim_replay", "key_of_a_program", key_of_a_program())
+
+
+def test_what_a_step_reads_before_it_writes_stays_in_front() -> None:
+    """The ring as it was is read by late rows, and then written by all: the write waits."""
+    _, gm, _ = trimmed(["window above a floor", "cache", "window above a floor"], WINDOW, bounded=True)
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in order:
+        if node.target is torch.ops.aten.index_put.default:
+            state = node.args[0]
+            assert isinstance(state, Node)
+            reads = [user for user in state.users if user.target is torch.ops.aten.index.Tensor]
+            assert len(reads) == 2 * (state.name == "ring") and (not reads or order[reads[0]] < order[node])
+
+
+def test_all_that_is_early_comes_first() -> None:
+    _, gm, _ = trimmed(["norm", "cache", "window", "by request", "ring", "gelu"], 9)
+    seam = [i for i, node in enumerate(gm.graph.nodes) if node in gathers(gm)]
+    wide = [i for i, node in enumerate(gm.graph.nodes) if node.op == "call_function" and "u0" in _made(node)]
+    assert max(wide) < min(seam)
+
+
+def _made(node: Node) -> dict[str, None]:
+    return symbols_in(node.meta.get("val")) if node not in gathers(node.graph.owning_module) else {}  # type: ignore[arg-type]
+
+
+def test_more_than_half_of_drawn_programs_lose_rows_and_not_all() -> None:
+    names = sorted(STEPS)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [[names[int(torch.randint(len(names), (), generator=generator))] for _ in range(3)] for _ in range(24)]
+    shares = [bool(gathers(trimmed(program, 6)[1])) for program in drawn]
+    assert sum(shares) / len(shares) >= 0.3
+
+
+# ---- seeded bugs -----------------------------------------------------------------------------------------------------
+
+
+def covers_one_row_more(kept: Kept, demand: Demand) -> bool:
+    return COVERS(replace(kept, last=kept.last + 1), demand)
+
+
+def place_as_it_was(editor: replay_edit.Editor, rows: Node) -> Node:
+    return editor._once(("place of", rows), torch.ops.aten.clamp_max.default, (rows, editor._last_row), rows)
+
+
+COVERS = Kept.covers
+INPUTS = step([(0, 12), (4, 9), (1, 1)], last=5, more=2)
+WRONG: dict[str, tuple[Program, int, tuple[Any, str, Any]]] = {
+    "one row fewer is enough": (["window"], WINDOW - 1, (Kept, "covers", covers_one_row_more)),
+    "a window counts rows as before": (["window"], 5, (replay_edit.Editor, "_place", place_as_it_was)),
+    "logits count rows as before": (["gelu"], 5, (replay_edit.Editor, "_place", place_as_it_was)),
+    "columns are those of all rows": (
+        ["by request"],
+        5,
+        (replay_edit.Editor, "_columns", property(lambda self: self._late(self.ragged.columns))),
+    ),
+    "the grid is that of all rows": (
+        ["by request"],
+        5,
+        (replay_edit.Editor, "_grid", property(lambda self: inputs_grid(self))),
+    ),
+    "places of picks are numbers of rows": (
+        ["experts"],
+        5,
+        (LateRows, "numbers", lambda rows, node: any_index(rows, node)),
+    ),
+}
+
+
+def inputs_grid(editor: replay_edit.Editor) -> Node:
+    first = editor._once(
+        "whole grid", torch.ops.aten.unsqueeze.default, (editor.ragged.first_rows, 1), editor.kept.rows
+    )
+    place = editor._once("whole place", torch.ops.aten.add.Tensor, (first, editor.kept.longest), editor.kept.rows)
+    return editor._once("grid", torch.ops.aten.clamp_max.default, (place, editor._last_row), editor.kept.rows)
+
+
+def any_index(rows: LateRows, node: Node) -> Node | None:
+    found = replay_rows.indices(node)
+    return found[0] if len(found) == 1 and node.args[0] in rows.late else None
+
+
+def noticed(program: Program, last: int) -> bool:
+    try:
+        whole, gm, _ = trimmed(program, last)
+        given = step([(0, 12), (4, 9), (1, 1)], last=last, more=2)
+        check_same(whole, gm, given, poisoned(given) if "cache" not in program else given)
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, last, plant = WRONG[bug]
+    assert not noticed(program, max(last, WINDOW))
+    monkeypatch.setattr(*plant)
+    assert noticed(program, last)
