@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,19 @@ import torch
 from torch import Tensor
 
 from tests.triton_interpreter import ROOT, receive, repair, send
+from v41.errors import V41Error
 
 WORDS = 1 << 20  # of each rank's memory
 COUNTERS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error of v41 on its way, for exceptions that take facts do not travel."""
+
+    kind: type[V41Error]
+    where: object
+    facts: dict[str, Any]
 
 
 class Ranks:
@@ -69,15 +80,17 @@ class Ranks:
         self._all([("fresh", patience)] * self.count)
 
     def run(self, kernel: Any, inputs: Sequence[Sequence[Any]], way: Any = None, calls: int = 1, *,
-            sleeps: Sequence[float] | None = None, present: Sequence[int] | None = None) -> list[Any]:  # fmt: skip
+            sleeps: Sequence[float] | None = None, holds: tuple[int, str, float] | None = None,
+            present: Sequence[int] | None = None) -> list[Any]:  # fmt: skip
         """A rank's list of calls, each a list of outputs; an error in place of the list where a rank raised one.
 
         inputs: of each rank; they change from call to call (`shifted`). sleeps: of each rank, the longest nap in
-        seconds between and within calls. present: the ranks that take part.
+        seconds between and within calls. holds: a rank that stops after each word sent ("put") or flag set ("atomic"),
+        and for how long. present: the ranks that take part.
         """
         sleeps = sleeps or [0.0] * self.count
         present = range(self.count) if present is None else present
-        return self._all([("run", kernel, inputs[rank], way, calls, sleeps[rank]) if rank in present else None
+        return self._all([("run", kernel, inputs[rank], way, calls, sleeps[rank], holds) if rank in present else None
                           for rank in range(self.count)])  # fmt: skip
 
     def add(self, times: int) -> int:
@@ -89,7 +102,8 @@ class Ranks:
         asked = [(p, q) for p, q in zip(self.processes, questions, strict=True) if q is not None]
         for process, question in asked:
             send(question, process.stdin)  # type: ignore[arg-type]
-        return [receive(process.stdout) for process, _ in asked]  # type: ignore[arg-type]
+        heard = [receive(process.stdout) for process, _ in asked]  # type: ignore[arg-type]
+        return [each.kind(each.where, **each.facts) if isinstance(each, Raised) else each for each in heard]
 
 
 def shifted(inputs: Sequence[Any], call: int) -> list[Any]:
@@ -108,12 +122,13 @@ class Rank:
     def __init__(self, rank: int, count: int, folder: Path) -> None:
         self.rank, self.count, self.folder = rank, count, folder
         self.sleep = 0.0
-        self.random = random.Random(rank)
+        self.held: dict[str, float] = {}
         self.fresh(60.0)
 
     def fresh(self, patience: float) -> None:
         from v41.channels import Workspace
 
+        self.random = random.Random(self.rank)
         memories = tuple(memory(self.folder, rank) for rank in range(self.count))
         zeros = torch.zeros(COUNTERS, dtype=torch.int32)
         self.workspace = Workspace(self.rank, memories, zeros, torch.zeros(1, dtype=torch.int64),
@@ -123,9 +138,13 @@ class Rank:
         if self.sleep and self.random.random() < 0.3:
             time.sleep(self.random.random() * self.sleep)
 
-    def run(self, kernel: Any, inputs: Sequence[Any], way: Any, calls: int, sleep: float) -> list[list[Tensor]]:
-        kernel.bind(self.workspace)
+    def run(
+        self, kernel: Any, inputs: Sequence[Any], way: Any, calls: int, sleep: float, holds: Any
+    ) -> list[list[Tensor]]:
+        if hasattr(kernel, "bind"):
+            kernel.bind(self.workspace)
         self.sleep = sleep
+        self.held = {holds[1]: holds[2]} if holds and holds[0] == self.rank else {}
         results = []
         for call in range(calls):
             self.nap()
@@ -154,7 +173,8 @@ class Rank:
             try:
                 answer = getattr(self, what)(*arguments)
             except Exception as error:  # the test looks at it
-                answer = error if type(error).__module__.startswith("v41") else RuntimeError(traceback.format_exc())
+                answer = Raised(type(error), error.where, error.facts) if isinstance(error, V41Error) else (
+                    RuntimeError(traceback.format_exc()))  # fmt: skip
             send(answer, answers)
 
 
@@ -176,7 +196,8 @@ def twins(rank: Rank) -> None:
 
     def inline(self: Any, text: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Result:
         rank.nap()
-        if text == protocol.CLOCK:
+        if text == protocol.CLOCK:  # asked for by who waits: for others, which may share the processor
+            time.sleep(0.001)
             return Result(np.full(values[0].data.shape, time.monotonic_ns(), np.int64), tl.int64)
         where = values[0].data
         if text == protocol.ACQUIRE:
@@ -184,13 +205,24 @@ def twins(rank: Rank) -> None:
             return Result(native.load(where, np.ones(where.shape, np.bool_), nothing, np.dtype(np.int32)), tl.int32)
         assert text in (protocol.PUT_32, protocol.PUT_64), text
         native.store(where, values[1].data, np.ones(where.shape, np.bool_))
+        time.sleep(rank.held.get("put", 0.0))
         return Result(np.zeros(where.shape, np.int32), tl.int32)
 
+    plain_atomic = it.InterpreterBuilder.create_atomic_rmw
+
+    def atomic(self: Any, *arguments: Any) -> Any:
+        result = plain_atomic(self, *arguments)
+        time.sleep(rank.held.get("atomic", 0.0))
+        return result
+
     it.InterpreterBuilder.create_inline_asm = inline
+    it.InterpreterBuilder.create_atomic_rmw = atomic
     it.GridExecutor._restore_args_dev = lambda *_: None  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
+    from tests.lowering.ranks import Rank, twins  # as others import it, so that what is sent has one type
+
     torch.set_num_threads(1)
     repair()
     this = Rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

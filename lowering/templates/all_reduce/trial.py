@@ -29,9 +29,9 @@ class _Sum(nn.Module):
 
 def kernel_of(ranks: int) -> SummingKernel:
     """The kernel that is tried: a sum over `ranks` and a residual."""
-    like = torch.zeros(7, WIDTH, dtype=torch.bfloat16)
+    given = tuple(torch.zeros(7, WIDTH, dtype=torch.bfloat16) for _ in range(2))
     rows = torch.export.Dim("rows", min=2)
-    program = torch.export.export(_Sum(), (like, like), dynamic_shapes=({0: rows}, {0: rows}))
+    program = torch.export.export(_Sum(), given, dynamic_shapes=({0: rows}, {0: rows}))
     body = program.run_decompositions().graph_module
     made = generate(body, ranks, "trial")
     assert not isinstance(made, Unsupported), made
