@@ -62,8 +62,8 @@ def reach(root: Path, sources: Sequence[str]) -> Reach:
 
 
 def sources_of(root: Path, only: Sequence[str]) -> list[str]:
-    """Files of passes whose name has one of `only` in it; all of them where it is empty."""
-    files = sorted(path.relative_to(root).as_posix() for path in (root / "passes").glob("*.py"))
+    """Files of passes and of their analyses whose name has one of `only` in it; all of them where it is empty."""
+    files = sorted(path.relative_to(root).as_posix() for path in (root / "passes").rglob("*.py"))
     return [file for file in files if not only or any(word in file for word in only)]
 
 

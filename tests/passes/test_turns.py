@@ -6,8 +6,9 @@ from itertools import combinations, product
 
 import torch
 
+from tests.strategies.tracing import trace
 from v41.model_def.rope import Turn, rotate
-from v41.passes.turns import turn
+from v41.passes.turns import rotation_to, turn
 
 
 def test_adjacent_last_channels_turn_as_in_the_plain_model() -> None:
@@ -28,3 +29,10 @@ def test_a_turn_there_and_back_is_none() -> None:
     for form in product(("adjacent", "halves"), ("last", "first")):
         there = turn(x, angle.cos(), angle.sin(), *form)
         assert torch.allclose(turn(there, angle.cos(), -angle.sin(), *form), x, atol=1e-12)
+
+
+def test_tables_for_more_channels_than_a_head_has_are_none() -> None:
+    gm = trace(lambda x, a, b: x * a + x * b, *(torch.rand(5, 8) for _ in range(3)))
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    (result,) = next(node for node in order if node.op == "output").args[0]
+    assert rotation_to(order, result, 8) is None
