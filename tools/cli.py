@@ -201,7 +201,8 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_codegens(capacity)
     program = cases.add_parser("program", help="whole steps: v41 against eager and the modes of torch.compile")
     add_program(program)
-    for case in (boundary, rowwise, attention, allreduce, experts, agreement, capacity, program):
+    add_overlap(overlap := cases.add_parser("overlap", help="decode steps with side streams against one stream"))
+    for case in (boundary, rowwise, attention, allreduce, experts, agreement, capacity, program, overlap):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
 
@@ -270,6 +271,17 @@ def add_program(command: argparse.ArgumentParser) -> None:
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how v41's pieces run (auto)")
     command.add_argument("--budget", type=float, default=480, help="seconds after which nothing starts (480)")
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: all but the times (cuda)")
+
+
+def add_overlap(command: argparse.ArgumentParser) -> None:
+    rows = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    command.add_argument("--preset", default="bench", metavar="NAME", help=f"{PRESETS} (bench)")
+    command.add_argument("--cut", action="store_true", help="four layers of it, one of each kind")
+    command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
+    command.add_argument("--context", type=positive, default=4096, metavar="N", help="tokens of each request (4096)")
+    command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
+    command.add_argument("--stress", type=positive, metavar="N", help="steps of each case with delays on the streams")
+    command.add_argument("--budget", type=float, default=480, help="seconds after which nothing starts (480)")
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:

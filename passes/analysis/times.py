@@ -36,7 +36,7 @@ class Machine:
     launch_us: float = 2.5  # from the end of one kernel to that of a next one that does nothing
     stage_us: float = 0.1  # a reduction over a row that waits for another in its kernel
     product_us: float = 2.0  # sums of a product that several programs share
-    join_us: float = 2.5  # what a kernel that waits for two others begins later: about a launch
+    join_us: float = 3.0  # what a kernel that waits for two others begins later: a launch, and a little
 
 
 @dataclass(frozen=True)
