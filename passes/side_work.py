@@ -30,6 +30,7 @@ from v41.plan import Piece
 from v41.regions import inline, invoke_subgraph, is_region, outline, region_of
 
 PARTS = {"mhc_boundary": ("mhc_critical", "mhc_coefficients")}  # kind of a region -> those of its halves
+HALVES = tuple(half for halves in PARTS.values() for half in halves)
 CONES = ("critical", "coefficients")  # attributes that say which outputs of a region belong to which half
 
 

@@ -43,6 +43,7 @@ from v41.passes.open_reduced import open_reduced
 from v41.passes.open_shared import open_shared
 from v41.passes.partition import partition
 from v41.passes.pipeline import ALONG, CUT_AT, PIPELINE, ROW_KERNELS, run_pipeline, text_of
+from v41.passes.side_work import HALVES
 from v41.plan import Plan
 from v41.regions import REDUCED, cuts, region_of, regions
 from v41.report import Captures, CompileReport, programs_wanted, publish, source_of
@@ -274,7 +275,7 @@ def generated(body: GraphModule, names: Sequence[str], report: CompileReport) ->
 
 def kernel_kinds(order: Sequence[str]) -> tuple[str, ...]:
     """The kinds of region that are pieces of their own."""
-    return (*CUT_AT, *ROW_KERNELS) if "triton" in order else CUT_AT
+    return (*CUT_AT, *HALVES, *ROW_KERNELS) if "triton" in order else CUT_AT
 
 
 def compiled_by_inductor(body: GraphModule, names: Sequence[str], tiers: Sequence[Mapping[str, int]]) -> Artifact | str:

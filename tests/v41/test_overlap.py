@@ -18,6 +18,7 @@ from v41 import backend, overlap
 from v41.errors import InvalidOptionValue
 from v41.options import parse
 from v41.passes.assign_streams import assign_streams
+from v41.passes.side_work import HALVES
 from v41.plan import Plan
 from v41.report import CompileReport
 from v41.runtime.executor import LanesOf, events_of
@@ -132,6 +133,11 @@ def test_a_cpu_has_no_streams() -> None:
     with torch.no_grad():
         _, _, (report,) = compiled(overlap="on")
     assert report.options["overlap"] == ("off", "on: no streams on cpu")
+
+
+def test_each_half_of_a_boundary_gets_a_kernel_where_kernels_are_generated() -> None:
+    assert set(HALVES) <= set(backend.kernel_kinds(("triton", "eager")))
+    assert set(HALVES).isdisjoint(backend.kernel_kinds(("eager",)))
 
 
 def test_another_word_is_refused() -> None:
