@@ -37,10 +37,10 @@ aten = ops.aten
 FUNCTIONAL = "writes inputs at its end alone"
 
 
-def trim_replay(gm: GraphModule, called: Mapping[str, str]) -> list[Decision]:
+def trim_replay(gm: GraphModule, called: Mapping[str, str] | None = None) -> list[Decision]:
     """Trims `gm` in place. A decision for the seam, named by the first late node, and one for each node that had to
-    stay whole. called: input -> what the user calls it."""
-    kept = kept_rows(gm, called)
+    stay whole. called: input -> what the user calls it; without, no batch is known."""
+    kept = kept_rows(gm, called or {})
     return trim(gm, kept) if kept is not None and not kept.rows.users else []
 
 

@@ -139,11 +139,13 @@ def build(
     start = clock()
     programs = programs_wanted()
     report.program = text_of(aten) if programs else None
-    with real_tensors():
-        program, report.passes = run_pipeline(aten, check=options.verify, strict=options.strict, programs=programs)
-    report.seconds["passes"], start = clock() - start, clock()
-    inputs = [node.name for node in program.graph.nodes if node.op == "placeholder"]
+    inputs = [node.name for node in aten.graph.nodes if node.op == "placeholder"]
     called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
+    with real_tensors():
+        program, report.passes = run_pipeline(
+            aten, check=options.verify, strict=options.strict, programs=programs, called=called
+        )
+    report.seconds["passes"], start = clock() - start, clock()
     cut_at = kernel_kinds(order)
     if REDUCED not in cut_at and (opened := open_reduced(program)):
         how = f"{opened} as they are, each in front of the region that reads the sum"
