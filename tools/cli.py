@@ -1,9 +1,9 @@
 """The `v41` command. A subcommand prints aligned tables or, with --json, the same facts; its exit code is the verdict.
 
-    0     done, and what was asked to hold holds
-    1     done, and it does not hold
-    2     refused: what was found, where, and what to do, on stderr
-    130   stopped by Ctrl-C: no file is half-written
+0     done, and what was asked to hold holds
+1     done, and it does not hold
+2     refused: what was found, where, and what to do, on stderr
+130   stopped by Ctrl-C: no file is half-written
 """
 
 from __future__ import annotations
@@ -192,6 +192,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     boundary.add_argument("--workers", type=positive, default=12, help="processes that compile schedules (12)")
     add_rowwise(rowwise := cases.add_parser("rowwise", help="kernels of the row-wise work between products, likewise"))
     add_attention(attention := cases.add_parser("attention", help="sparse attention at released widths, likewise"))
+    add_index(index := cases.add_parser("index", help="index scores and selections at released sizes, likewise"))
     add_allreduce(allreduce := cases.add_parser("allreduce", help="sums over ranks fused with what reads them"))
     add_experts(experts := cases.add_parser("experts", help="grouped products of routed experts, few rows a group"))
     agreement = cases.add_parser("agreement", help="whole models against eager, every codegen, beside an fp64 run")
@@ -202,7 +203,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     program = cases.add_parser("program", help="whole steps: v41 against eager and the modes of torch.compile")
     add_program(program)
     add_overlap(overlap := cases.add_parser("overlap", help="decode steps with side streams against one stream"))
-    for case in (boundary, rowwise, attention, allreduce, experts, agreement, capacity, program, overlap):
+    for case in (boundary, rowwise, attention, index, allreduce, experts, agreement, capacity, program, overlap):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
 
@@ -227,6 +228,18 @@ def add_attention(command: argparse.ArgumentParser) -> None:
     command.add_argument("--contenders", choices=names, nargs="+", default=names, metavar="NAME",
                          help=f"({spaced(names)})")  # fmt: skip
     command.add_argument("--budget", type=float, default=300, help="seconds after which no contender starts (300)")
+
+
+def add_index(command: argparse.ArgumentParser) -> None:
+    modes = "bench: times (the default); check: picks, values, bits, pads; tune: times of many ways to spread a row"
+    command.add_argument("mode", nargs="?", choices=("bench", "check", "tune"), default="bench", help=modes)
+    rows, contexts, names = [1, 16, 64], [8192, 65_536, 524_288], ["generated", "scores", "eager", "compile"]
+    command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
+    command.add_argument("--contexts", type=positive, nargs="+", default=contexts, metavar="N",
+                         help=f"entries that each row sees ({spaced(contexts)})")  # fmt: skip
+    command.add_argument("--contenders", choices=names, nargs="+", default=names, metavar="NAME",
+                         help=f"({spaced(names)}); scores: ours without the selections")  # fmt: skip
+    command.add_argument("--budget", type=float, default=90, help="seconds after which no contender starts (90)")
 
 
 def add_experts(command: argparse.ArgumentParser) -> None:

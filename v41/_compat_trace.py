@@ -148,6 +148,6 @@ def _like(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def mark_rows(tensor: Tensor) -> None:
-    """Dynamo takes dimension 0 of `tensor` for any number of rows, as a Batch's."""
-    torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="rows")
+def mark_rows(tensor: Tensor, size: str = "rows") -> None:
+    """Dynamo takes dimension 0 of `tensor` for any number of rows, or of what `size` names, as a Batch's."""
+    torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id=size)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from v41.lowering.rowwise.launch import Kernel
 from v41.lowering.templates.index_scores.form import Form
-from v41.lowering.templates.index_scores.text import SHARED
+from v41.lowering.templates.index_scores.text import MOST_TURNS, SHARED
 from v41.lowering.templates.topk.launch import BUSY, Step, run_steps, selection
 
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
-MOST_TURNS = 16
+SCORES = 10  # the place of the scores among the arguments of the first launch
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,18 @@ class IndexKernel(Kernel):
         tensors_read = [queries, of["weights"], cache.view(UNITS[form.unit]), of["positions"], of["requests"],
                         of["columns"], places, of["slots"], numbers]  # fmt: skip
         restricted = numbers if given is None else given.view(torch.int8) if given.dtype is torch.bool else given
-        sizes = [rows, places.shape[0], places.shape[1], entries, *cache.shape[:2], places.stride(0),
-                 0 if given is None else given.stride(0)]  # fmt: skip
+        sizes = [
+            entries,
+            rows,
+            *places.shape,
+            *cache.shape[:2],
+            places.stride(0),
+            0 if given is None else given.stride(0),
+        ]
         grid = (-(-rows // chosen.rows), -(-entries // (chosen.turns * chosen.block)))
-        constants = {"TURNS": chosen.turns, "BLOCK": chosen.block}
+        constants = {"BLOCK": chosen.block}
         options = {"num_warps": chosen.warps, "num_stages": chosen.stages, "enable_fp_fusion": False}
-        arguments = [*tensors_read, restricted, scores, best, *sizes]
+        arguments = [*tensors_read, restricted, scores, best, *sizes, form.reach, chosen.turns]
         steps = [Step(f"scores_{chosen.rows}", grid, arguments, constants, options)] if rows and entries else []
         if form.listed:
             steps += selection(scores, form.k, picks, lists=given, size=form.block, tile=chosen.tile)

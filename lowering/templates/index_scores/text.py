@@ -17,6 +17,18 @@ from v41.lowering.templates.index_scores.form import COLUMNS, Form
 from v41.lowering.templates.topk import TEXT
 
 SHARED = 4  # rows of a program, where requests have several
+MOST_TURNS = 16  # tiles of a program
+ANY = [
+    "T",
+    "R",
+    "Q",
+    "SLOTS",
+    "CAPACITY",
+    "places_step",
+    "given_step",
+    "reach",
+    "turns",
+]  # numbers that cost no compilation
 FAR = 1 << 40  # a number of entries beyond every cache
 
 HELPERS = '''@triton.jit
@@ -57,7 +69,6 @@ def seen_by(positions, row, rows):
 
 def scores_text(form: Form, rows: int) -> str:
     """`scores_{rows}`: given is what restricts entries, or nothing. E entries (columns) a row."""
-    first = "T, R, Q, E, SLOTS, CAPACITY, places_step, given_step, TURNS: tl.constexpr, BLOCK: tl.constexpr"
     slots = "slots, {row}, T, R, SLOTS)"
     behind = ["if lead > 0:", f"    fresh = fresh & (slot != slot_of(requests, {slots.format(row='row - 1')})"]
     body = [
@@ -69,10 +80,10 @@ def scores_text(form: Form, rows: int) -> str:
         *("    " + line for line in _pass(form, rows)),
     ]
     lines = [
-        "@triton.jit",
+        f"@triton.jit(do_not_specialize={ANY})",
         f"def scores_{rows}(queries, weights, cache, positions, requests, columns, rows, slots, numbers, given, out,",
-        f"             best, {first}):",
-        "    start = tl.program_id(1) * (TURNS * BLOCK)",
+        f"             best, E, {', '.join(ANY)}, BLOCK: tl.constexpr):",
+        "    start = tl.program_id(1) * (turns * BLOCK)",
         f"    head = tl.arange(0, {form.padded_heads})",
         f"    unit = tl.arange(0, {COLUMNS})",
         f"    for lead in range(0, {rows}):",
@@ -104,7 +115,7 @@ def _pass(form: Form, rows: int) -> list[str]:
         *_busy(form),
         "for turn in range(0, busy):",
         *("    " + line for line in _tile(form, rows)),
-        "for turn in range(busy, TURNS):",
+        "for turn in range(busy, turns):",
         *("    " + line for line in _idle(form, rows)),
     ]
     return lines
@@ -117,8 +128,9 @@ def _busy(form: Form) -> list[str]:
     if form.listed:
         source, nothing, seen = ("given + row * given_step", -1, ">= 0")
     return [
-        f"some = start // {size} + tl.arange(0, TURNS * BLOCK // {size})",
-        f"numbered = tl.load({source} + some, mask=some < E // {size}, other={nothing})",
+        f"some = start // {size} + tl.arange(0, {MOST_TURNS} * BLOCK // {size})",
+        f"among = (some < E // {size}) & (some * {size} < start + turns * BLOCK)",
+        f"numbered = tl.load({source} + some, mask=among, other={nothing})",
         f"last = tl.max(tl.where(numbered {seen}, some + 1, 0), 0) * {size}",
         "busy = tl.maximum(last - start + BLOCK - 1, 0) // BLOCK",
     ]
@@ -144,7 +156,7 @@ def _tile(form: Form, rows: int) -> list[str]:
         f"entry = tl.load(numbers + column // {form.spread}, mask=open, other=0)",
         f"entry = entry * {form.spread} + column % {form.spread}",
         "open = open & (entry < most)",
-        f"place = (slot * CAPACITY + tl.minimum(entry, {form.reach})) * {COLUMNS + 1}",
+        f"place = (slot * CAPACITY + tl.minimum(entry, reach)) * {COLUMNS + 1}",
         "held = tl.load(cache + place[:, None] + unit[None, :], mask=open[:, None], other=0).to(tl.int32)",
         f"by = tl.load(cache + place + {COLUMNS}, mask=open, other=0).to(tl.int32)[:, None] >> ({scale})",
         "by = ue8m0(by & 255)",

@@ -18,7 +18,7 @@ def ranked(x):
     return tl.where(x > float("-inf"), tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), {LEAST})
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "list_step"])
 def select(scores, keys, columns, next_keys, next_columns, picks, kept, lists, count, width, list_step,
            K: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
            KEEPS: tl.constexpr, SIZE: tl.constexpr):

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.lowering.templates.launched import interpret
 from tests.triton_interpreter import Interpreter
 from v41.lowering.templates.index_scores import Form, IndexKernel, Spread, kernel_of
+from v41.lowering.templates.index_scores.launch import SCORES
 from v41.model_def.indexer import ascending_picks, candidate_mask, entries_of, index_scores
 from v41.model_def.quantization import MXFP4_RECORD, fake_quant_mxfp4
 
@@ -160,7 +161,7 @@ class Case:
         """Outputs by name, and the scores, of what is listed where there is a list. All are poisoned before."""
         kernel = self.kernel
         steps, outputs = kernel.steps(given.arguments, spread)
-        scores = steps[0].arguments[10] if steps and steps[0].kernel.startswith("scores") else torch.empty(0)
+        scores = steps[0].arguments[SCORES] if steps and steps[0].kernel.startswith("scores") else torch.empty(0)
         made = dict(zip(kernel.form.outputs, outputs, strict=True))
         made["picks"].fill_(77)
         scores.fill_(7.0)
