@@ -5,8 +5,9 @@
     one piece              | a piece                 | a piece         | a piece    | a piece
 
 A *region* of a cut kind is a piece, so that equal ones share a kernel. A *host* node cannot be in a CUDA graph. Work
-whose only size is `along` ("rows") is *even*: its pieces can be captured once for each bucket of rows. Work with any
-other size is *ragged*, and lies apart from even work.
+whose only size is `along` ("rows"), or that of rows which late layers keep ("last 128"), is *even*: its pieces can be
+captured once for each bucket of that size, and hold one of them. Work with any other size is *ragged*, and so is what
+takes rows to keep; it lies apart from even work.
 
 Writes, collectives, random numbers and whatever reads written memory keep their order. Ragged nodes that only compute,
 and views, may come later than they stood: they wait for the next piece of their kind, or for who reads them. So a few
@@ -41,6 +42,7 @@ from v41.regions import body_of, cuts, invoke_subgraph, is_region, region_of
 
 FEW = 8  # so many nodes cost no more than what a captured piece adds: a launch, and copies at both of its borders
 CHECKS = "checks of sizes"
+KEPT = "last "  # sizes of rows that late layers keep begin so
 
 
 class Kind(Enum):
@@ -56,6 +58,7 @@ class Draft:
     own: list[Node]
     nodes: list[Node] = field(default_factory=list)
     reads: list[Node] = field(default_factory=list)
+    size: str | None = None  # of even work: the one it depends on, None for none
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Judge:
     """What a node is, told from the node alone. `names`: symbol of the inputs -> what it is called."""
 
     cut_at: Collection[str]
-    along: str | None
+    along: Collection[str]
     names: dict[str, str]
     sizes: NodeSizes
     obstacles: Obstacles
@@ -74,7 +77,7 @@ class Judge:
             return Kind.REGION
         if self.obstacle(node):
             return Kind.HOST
-        checks_sizes = self.along is not None and node.target in ASSERTS and self.idle(node)  # on the host, every step
+        checks_sizes = bool(self.along) and node.target in ASSERTS and self.idle(node)  # on the host, every step
         return Kind.RAGGED if checks_sizes or self.others(node) else Kind.EVEN
 
     def obstacle(self, node: Node) -> str | None:
@@ -83,11 +86,17 @@ class Judge:
         return self.obstacles.of(node) or (made_inside and f"it works with {made_inside}, a size made on the way")
 
     def others(self, node: Node) -> dict[str, None]:
-        """Names of the sizes of `node` besides `along`; none where the program has no such size."""
-        if self.along is None:
+        """Names of the sizes of `node` besides one of `along`; none where the program has no such size."""
+        named = dict.fromkeys(self.names.get(symbol, symbol) for symbol in self.sizes.worked_with(node))
+        if not self.along or (len(named) == 1 and named.keys() <= set(self.along)):
             return {}
+        foreign = {name: None for name in named if name not in self.along}
+        return foreign or (named if len(named) > 1 else {})
+
+    def size(self, node: Node) -> str | None:
+        """Which of `along` a node works with."""
         named = (self.names.get(symbol, symbol) for symbol in self.sizes.worked_with(node))
-        return dict.fromkeys(name for name in named if name != self.along)
+        return next((name for name in named if name in self.along), None)
 
     def idle(self, node: Node) -> bool:
         """Whether it computes nothing: a view, a check of sizes, a constant."""
@@ -112,7 +121,8 @@ def judge(gm: GraphModule, cut_at: Collection[str], along: str | None, names: di
                if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor)]  # fmt: skip
     device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
     written = frozenset(base for node in gm.graph.nodes for arg in written_args(node) for base in bases(arg))
-    known = along if along in names.values() else None
+    known = {name for name in names.values() if name == along or name.startswith(KEPT)}
+    known = known if along in known else set()
     return Judge(cut_at, known, names, sizes, Obstacles(device, sizes), written)
 
 
@@ -146,11 +156,13 @@ class Drafts:
     def finish(self) -> list[Draft]:
         """The drafts, when all nodes are in."""
         if self._waiting:
-            ragged = any(self._kind(node) is not Kind.EVEN for node in self._waiting)
-            self._begin(Kind.RAGGED if ragged else Kind.EVEN)
-        before = None
+            sizes = {size for node in self._waiting if (size := self.judge.size(node))}
+            ragged = len(sizes) > 1 or any(self._kind(node) is not Kind.EVEN for node in self._waiting)
+            self._begin(Kind.RAGGED if ragged else Kind.EVEN, next(iter(sizes), None))
+        before, last = None, None
         for draft in (drafts := self._without_crumbs()):
-            draft.border = before = self._border(draft, before)
+            draft.border = before = self._border(draft, before, last)
+            last = draft
         return drafts
 
     def _kind(self, node: Node) -> Kind:
@@ -164,6 +176,7 @@ class Drafts:
             self._waiting[node] = None
         else:
             draft.own.append(node)
+            draft.size = draft.size or self.judge.size(node)
         if begins_collective(node):
             self._begun.add(node)
         elif ends_collective(node):
@@ -175,20 +188,24 @@ class Drafts:
         if kind is not Kind.RAGGED and any(self._kind(each) is not Kind.EVEN for each in needed):
             self._begin(Kind.RAGGED)
         elif needed and kind in (Kind.REGION, Kind.HOST):
-            self._begin(Kind.EVEN)
-        if not self.drafts or self.drafts[-1].kind is not kind or kind is Kind.REGION:
-            self._begin(kind)
+            self._begin(Kind.EVEN, self.judge.size(needed[-1]))
+        size, last = self.judge.size(node), self.drafts[-1] if self.drafts else None
+        apart = kind is Kind.EVEN and last is not None and None not in (size, last.size) and size != last.size
+        if last is None or last.kind is not kind or kind is Kind.REGION or apart:
+            self._begin(kind, size)
 
-    def _begin(self, kind: Kind) -> None:
-        """A new draft, which takes in those that waited for one of its kind."""
-        draft = Draft("", kind, [])
+    def _begin(self, kind: Kind, size: str | None = None) -> None:
+        """A new draft, which takes in those that waited for one of its kind, and of its size."""
+        draft = Draft("", kind, [], size=size)
         self.drafts.append(draft)
         if kind is Kind.RAGGED:
             draft.own += self._take(list(self._waiting))
         elif kind is Kind.EVEN:
             for each in list(self._waiting):
-                if self._kind(each) is Kind.EVEN and not self._waiting_for(each):
+                fits = self.judge.size(each) in (None, size) or size is None
+                if fits and self._kind(each) is Kind.EVEN and not self._waiting_for(each):
                     draft.own += self._take([each])
+                    draft.size = size = size or self.judge.size(each)
 
     def _take(self, nodes: list[Node]) -> list[Node]:
         """`nodes`, which wait no longer: they stand in the last draft."""
@@ -218,12 +235,19 @@ class Drafts:
             else draft.kind
             for before, draft, after in around
         ]
-        alone = [(kind, i if kind is Kind.REGION else 0) for i, kind in enumerate(kinds)]
+        sizes = [draft.size if kind is Kind.EVEN else None for draft, kind in zip(self.drafts, kinds, strict=True)]
+        alone = [
+            (kind, i if kind is Kind.REGION else 0, size)
+            for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True))
+        ]
         runs = groupby(zip(self.drafts, alone, strict=True), key=itemgetter(1))
-        return [Draft("", kind, [node for draft, _ in run for node in draft.own]) for (kind, _), run in runs]
+        return [
+            Draft("", kind, [node for draft, _ in run for node in draft.own], size=size)
+            for (kind, _, size), run in runs
+        ]
 
-    def _border(self, draft: Draft, before: str | None) -> str:
-        """Why `draft` begins, `before` being why the one in front of it did."""
+    def _border(self, draft: Draft, before: str | None, last: Draft | None) -> str:
+        """Why `draft` begins, `before` being why the one in front of it, `last`, did."""
         match draft.kind:
             case Kind.REGION:
                 return f"region {next(region_of(node).kind for node in draft.own if is_region(node))}"
@@ -232,6 +256,8 @@ class Drafts:
             case Kind.RAGGED:
                 names = ", ".join({name: None for node in draft.own for name in self.judge.others(node)})
                 return f"use of {names}" if names else CHECKS
+        if last is not None and last.kind is Kind.EVEN:
+            return f"end of {last.size}"
         return f"end of {before.partition(':')[0]}" if before else "start of the graph"
 
     def _work(self, node: Node) -> int:
