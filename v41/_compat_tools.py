@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -21,3 +21,14 @@ def marked_sizes(tensors: Iterable[Tensor]) -> dict[str, int]:
         for index, name in getattr(tensor, "_dynamo_shape_ids", {}).items():
             found.setdefault(name, tensor.shape[index])
     return found
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Writes a text into torch's structured trace (TORCH_TRACE), where tlparse shows it by that name. Where none is
+    written, `text` is not asked for; an old torch without that trace writes nothing."""
+    from torch._logging import _internal as logging
+
+    write = getattr(logging, "trace_structured", None)
+    if write is not None:
+        told = {"name": name, "encoding": "json"}
+        write("artifact", metadata_fn=lambda: told, payload_fn=text, expect_trace_id=False)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 
 from torch.fx import Node
 
 from v41._compat_frames import GivenUp
+from v41._compat_tools import trace_artifact
 from v41.plan import Plan
 from v41.regions import Region, is_region, region_of
 
@@ -132,6 +134,7 @@ class Collector:
 
 
 _COLLECTORS: ContextVar[tuple[Collector, ...]] = ContextVar("v41_report_collectors", default=())
+_LAST: ContextVar[CompileReport | None] = ContextVar("v41_last_report", default=None)
 
 
 @contextmanager
@@ -155,9 +158,33 @@ def collect(*, programs: bool = False) -> Iterator[list[CompileReport]]:
 
 
 def publish(report: CompileReport) -> None:
-    """Hands a finished report to every `collect` block around."""
+    """Hands a finished report to every `collect` block around, to `last_report` and to TORCH_TRACE."""
     for collector in _COLLECTORS.get():
         collector.add(report)
+    plan = report.plan
+    _LAST.set(replace(report, plan=plan.without_bodies() if plan is not None else None))
+    trace_artifact("v41_report", lambda: text_of(report))
+    if plan is not None:
+        trace_artifact("v41_plan", plan.to_json)
+
+
+def last_report() -> CompileReport | None:
+    """What was compiled last in this thread (or async task), without graphs; None before the first."""
+    return _LAST.get()
+
+
+def text_of(report: CompileReport) -> str:
+    """The report as JSON, without its plan and the text of programs."""
+    told = {"plan", "program", "captures"}
+    facts = {each.name: getattr(report, each.name) for each in fields(report) if each.name not in told}
+    facts["passes"] = [
+        {each.name: getattr(run, each.name) for each in fields(run) if each.repr} for run in report.passes
+    ]
+    return json.dumps(facts, default=_plain, indent=1)
+
+
+def _plain(value: object) -> object:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def programs_wanted() -> bool:

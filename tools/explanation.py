@@ -1,0 +1,60 @@
+"""explain: what v41 makes of a call, as a value, without running it.
+
+    told = v41.explain(model, x)
+    print(told)                       the tables of `v41 inspect`
+    print(told.node("div_7"))         a node's way from its line to what runs it
+    told.save("run/")                 for all commands; told.html("report.html") is one page of it
+    told.run.plan, told.run.report    the facts
+
+Dynamo, AOTAutograd, passes and partition run as in torch.compile; nothing is compiled for a device.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from v41.report import collect
+from v41.tools.explain_command import explain as stories
+from v41.tools.explain_command import lines
+from v41.tools.inspect import capture_call
+from v41.tools.inspect_command import show_inspection
+from v41.tools.pass_runs import WIDTH
+from v41.tools.run import Run, run_of
+from v41.tools.run_folder import save
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A call that was captured."""
+
+    run: Run
+
+    def __str__(self) -> str:
+        console = Console(width=WIDTH, file=io.StringIO(), highlight=False)
+        show_inspection(console, self.run)
+        assert isinstance(console.file, io.StringIO)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def node(self, name: str) -> str:
+        """What `v41 explain` says of a node, a region, a piece, an input or a line. UnknownNode where there is none."""
+        return "\n".join(lines(stories(self.run, name)))
+
+    def save(self, folder: str | Path) -> None:
+        """Keeps it for the commands, as `v41 capture` does. RunNotWritten where that cannot be."""
+        save(self.run, Path(folder))
+
+
+def explain(model: nn.Module, *inputs: Any) -> Explanation:
+    """What v41 makes of model(*inputs). Sizes that are to change are marked as for torch.compile.
+
+    GraphNotWhole where Dynamo would cut the graph.
+    """
+    with collect(programs=True):
+        inspection = capture_call(lambda: (model, inputs))
+    return Explanation(run_of(inspection, type(model).__name__))
