@@ -267,6 +267,7 @@ def found_in(config: V41Config, layers: int) -> dict[str, Any]:
     return attrs
 
 
+@pytest.mark.slow
 def test_the_plain_model_has_experts_in_every_layer() -> None:
     """Layers share one traced subgraph, so the pass decides once."""
     attrs = found_in(V41Config.preset("tiny").replace(num_experts_per_tok=3), 2)
