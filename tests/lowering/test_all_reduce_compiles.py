@@ -1,0 +1,73 @@
+"""Sums over ranks at released widths compile for Hopper and Blackwell without a spill, and order memory as they say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.lowering.rowwise.test_compiles import POINTER, told
+from v41.channels import Workspace
+from v41.lowering.cross_compile import Facts, Request, compile_for
+from v41.lowering.templates.all_reduce import SummingKernel
+from v41.tools.bench.sum_cases import CASES, Case
+
+RANKS, H200 = 4, 132  # processors
+
+
+def workspace() -> Workspace:
+    """One that only says where things would lie."""
+    memory = tuple(torch.empty(1 << 26, dtype=torch.int32, device="meta") for _ in range(RANKS))
+    empty = torch.empty(1 << 16, dtype=torch.int32, device="meta")
+    record = torch.zeros(1, dtype=torch.int64)
+    return Workspace(1, memory, empty, record, record, 60.0, H200)
+
+
+def requests(case: Case, kernel: SummingKernel, rows: list[int], arch: str) -> list[Request]:
+    found = []
+    for count in rows:
+        call = kernel.prepare((case.part(count, "cpu", 1), *case.others(count, "cpu")))
+        for step in call.launches:
+            names = getattr(kernel.module, step.function).arg_names  # type: ignore[attr-defined]
+            types = {name: POINTER[arg.dtype] if isinstance(arg, torch.Tensor) else "i64" if name == "limit" else "i32"
+                     for name, arg in zip(names, step.arguments, strict=False)}  # type: ignore[attr-defined] # fmt: skip
+            found.append(Request(str(kernel.path), step.function, types, step.constants, arch, (), step.options))  # type: ignore[attr-defined]
+    return found
+
+
+def check_order(request: Request, fact: Facts) -> None:
+    """Words are read in one place before the loop and one in it, so none is read twice; flags are set and read as
+    protocol.py says."""
+    one_shot, sends = request.constants.get("SHOTS") == 1, request.constants.get("STEP") != 2
+    words = len(re.findall(r"ld\.volatile\.global", fact.ptx))
+    stores = len(re.findall(r"st\.relaxed\.sys\.global", fact.ptx))
+    per_thread = request.constants["ROWS"] * 64 // (32 * fact.warps)
+    assert stores == (RANKS * per_thread if one_shot and sends else 0)
+    assert (one_shot and sends) or not words
+    assert words in (0, 2 * RANKS, 2 * RANKS * per_thread) or words * 4 == 2 * RANKS * per_thread, words
+    waits = request.kernel.endswith("_gather") or (request.constants.get("SHOTS") == 2 and sends)
+    assert ("ld.acquire.sys" in fact.ptx) == waits
+    sets = request.kernel.endswith(("_gather", "_scatter"))
+    assert (
+        re.search(r"bar\.sync.*?atom\.global\.(sys\.release|release\.sys)", fact.ptx, re.DOTALL) is not None
+    ) == sets
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("critical", [1, 64])]
+    + [pytest.param(name, [1, 5, 16, 64, 300, 4096], marks=pytest.mark.slow) for name in CASES],
+    ids=["critical-few", *CASES],
+)  # fmt: skip
+def test_compiles_without_a_spill(name: str, rows: list[int], record_property: Callable[[str, object], None]) -> None:
+    case = CASES[name]
+    kernel = case.kernel(RANKS)
+    kernel.bind(workspace())
+    asked = requests(case, kernel, rows, "sm_90") + requests(case, kernel, rows[::3], "sm_100")
+    for request, fact in zip(asked, compile_for(asked), strict=True):
+        label, found = told(request, fact)
+        record_property(f"{request.kernel} {label}", found)
+        assert fact.spill_bytes <= (192 if name == "seam" else 0), label
+        check_order(request, fact)
