@@ -3,9 +3,10 @@
     layer 23  mhc_boundary 1 of 2: eps 1e-06 -> 0.001
     layer 23  newly refused: "the streams are collapsed once, for one norm"  model_def/mhc.py:67  return (A * X).sum(1)
     layer 24  2 of 4 pieces became 2 others
+    layer 25  piece 3 of 9: reads cache.rings.25 -> cache.rings.24
 
 Both are layers as `v41 inspect --json` prints them. Names of nodes and pieces are left out: they are numbered through
-the whole graph, so one node more renames all behind it.
+the whole graph, so one node more renames all behind it. What pieces read and write has names of wiring.py.
 """
 
 from __future__ import annotations
@@ -55,6 +56,14 @@ def _refusals(was: LayerValues, now: LayerValues) -> Iterator[str]:
 
 
 def _pieces(was: LayerValues, now: LayerValues) -> Iterator[str]:
-    old, new = (Counter(piece["key"] for piece in view["pieces"]) for view in (was, now))
+    keys, others = ([piece["key"] for piece in view["pieces"]] for view in (was, now))
+    old, new = Counter(keys), Counter(others)
     if old != new:
         yield f"{(old - new).total()} of {old.total()} pieces became {(new - old).total()} others"
+    elif keys != others:
+        yield f"the {len(keys)} pieces come in another order"
+    else:
+        for number, (one, other) in enumerate(zip(was["pieces"], now["pieces"], strict=True), 1):
+            for verb in ("reads", "writes"):
+                pairs = zip_longest(one[verb], other[verb], fillvalue="-")
+                yield from (f"piece {number} of {len(keys)}: {verb} {a} -> {b}" for a, b in pairs if a != b)

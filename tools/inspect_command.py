@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from rich.text import Text
 from v41.errors import NoInspection
 from v41.regions import Region
 from v41.tools.expected import regions_found, regions_table
+from v41.tools.graph_export import dot, model_explorer
+from v41.tools.html_page import page
 from v41.tools.inspect import LayerView, role
 from v41.tools.inspect_changes import LayerValues, changes
 from v41.tools.json_output import print_json
@@ -31,7 +34,7 @@ from v41.tools.pass_runs import console_of, told_by
 from v41.tools.plan_view import artifacts_table
 from v41.tools.report_view import show
 from v41.tools.run import Run
-from v41.tools.run_folder import MAIN, layer_values, run_values
+from v41.tools.run_folder import MAIN, layer_values, run_values, write_whole
 from v41.tools.sources import run_named
 from v41.tools.tables import add, table
 
@@ -39,13 +42,28 @@ from v41.tools.tables import add, table
 def inspect_command(arguments: Namespace) -> int:
     console = console_of(arguments)
     saved = saved_layers(arguments.against) if arguments.against else None
-    run = run_named(arguments, console, changes=arguments.changes)
+    run = run_named(arguments, console, changes=arguments.changes or arguments.html is not None)
+    export(arguments, run)
     if arguments.json:
         print_json("inspect", values(run, changes=arguments.changes))
     elif saved is None:
         show_inspection(console, run)
     differs = saved is not None and show_changes(console, saved, layer_values(run))
     return int(differs or (arguments.strict and told_by(run).troubled))
+
+
+def export(arguments: Namespace, run: Run) -> None:
+    """Writes the files that were asked for, each whole or not at all."""
+    made: dict[str, Callable[[], str]] = {
+        "html": lambda: page(run),
+        "dot": lambda: dot(run, arguments.of),
+        "model_explorer": lambda: json.dumps(model_explorer(run, arguments.of), indent=1),
+    }
+    for name, text in made.items():
+        path = getattr(arguments, name)
+        if path is not None:
+            write_whole(path, text())
+            Console(stderr=True).print(Text(f"written  {path}"), soft_wrap=True)
 
 
 def show_changes(console: Console, before: list[LayerValues], now: list[LayerValues]) -> bool:
@@ -63,7 +81,9 @@ def saved_layers(path: Path) -> list[LayerValues]:
     try:
         file = path / MAIN if path.is_dir() else path
         saved: list[LayerValues] = json.loads(file.read_text())["layers"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if changes(saved, saved) or not all(isinstance(each["layer"], int | None) for each in saved):
+            raise ValueError("a layer is not what `v41 inspect --json` writes")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise NoInspection(str(path), reason=f"{type(error).__name__}: {error}") from error
     return saved
 

@@ -22,7 +22,7 @@ from typing import Any
 from v41.errors import PlanUnreadable, RunNotWritten, RunUnreadable
 from v41.model_def.config import V41Config
 from v41.model_def.errors import ModelError
-from v41.plan import Plan
+from v41.plan import Piece, Plan
 from v41.regions import Region
 from v41.report import Change, CompileReport, Decision
 from v41.tools.expected import regions_values
@@ -33,6 +33,7 @@ from v41.tools.nodes import NodeFacts, WorkFacts
 from v41.tools.report_view import as_json, pass_values
 from v41.tools.run import Run
 from v41.tools.saved_passes import run_from
+from v41.tools.wiring import wiring
 
 SCHEMA = schema("run")  # of all files of the folder
 MAIN = "run.json"
@@ -83,6 +84,20 @@ def _into_place(made: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, or leaves it as it was. RunNotWritten where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        try:
+            (made / path.name).write_text(text)
+            (made / path.name).replace(path)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except OSError as error:
+        raise RunNotWritten(path, problem=f"{type(error).__name__}: {error}") from error
+
+
 def run_values(run: Run) -> dict[str, Any]:
     """The facts of `v41 inspect --json`, less what the other files hold."""
     (graph,) = as_json([run.report])
@@ -104,11 +119,17 @@ def run_values(run: Run) -> dict[str, Any]:
 
 
 def layer_values(run: Run) -> list[dict[str, Any]]:
+    wires = wiring(run.plan, run.layers, run.parameters)
+
+    def piece_values(piece: Piece) -> dict[str, Any]:
+        reads, writes = wires[piece.name]
+        return {"name": piece.name, "key": piece.key, "nodes": piece.nodes, "reads": reads, "writes": writes}
+
     return [
         {
             "layer": view.layer,
             "role": role(run.config, view.layer) if view.layer is not None and run.config is not None else None,
-            "pieces": [{"name": piece.name, "key": piece.key, "nodes": piece.nodes} for piece in view.pieces],
+            "pieces": [piece_values(piece) for piece in view.pieces],
             "regions": [
                 {"kind": region.kind, "attrs": {name: str(value) for name, value in region.attrs.items()}}
                 for region in view.regions

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from v41.model_def.batch import Batch
+from v41.model_def.batch import Batch, mention_kept
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.mhc import boundary, coefficients, collapse, entry_streams, post
@@ -24,6 +25,7 @@ class AnotherReader(V41ForCausalLM):
         self.at, self.read = at, read
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
+        mention_kept(batch)
         step = plan_step(batch, cache, self.config.sliding_window, self.window_freqs, self.compressed_freqs)
         X, A = entry_streams(self.embed(batch.tokens), self.config.hc_mult)
         y = B = C = selection = taken = None
@@ -57,6 +59,17 @@ def with_numbers(config: V41Config, at: int, **numbers: float) -> Build:
         for name, value in numbers.items():
             assert hasattr(model.layers[at], name), name  # type: ignore[index]
             setattr(model.layers[at], name, value)  # type: ignore[index]
+        return model
+
+    return build
+
+
+def with_another(config: V41Config, at: int, change: Callable[[Any], None]) -> Build:
+    """Layer `at` after `change`, which edits it."""
+
+    def build() -> V41ForCausalLM:
+        model = V41ForCausalLM(config)
+        change(model.layers[at])
         return model
 
     return build

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given
 
 from tests.strategies.configs import configs
-from tests.tools.perturbed import Build, plain, with_a_reader, with_numbers, with_two_collapses
+from tests.tools.perturbed import Build, plain, with_a_reader, with_another, with_numbers, with_two_collapses
 from v41.model_def.config import PRESETS, V41Config
 from v41.plan import Plan
 from v41.tools.cli import main
@@ -98,6 +100,27 @@ def test_another_reader_shows_at_the_site_it_reads_from_alone(model: Perturbed) 
     assert names == f"mhc_boundary 2 of 2: outputs ('streams', {five} -> ('streams', 'extra', {five}"
     assert [text.split(":")[0] for text in rest[:-1]] == [BOTH[1]] * 2  # which outputs each cone has
     assert rest[-1] == "1 -> 1 pieces"
+
+
+def other_mask(layer: Any) -> None:
+    layer.attn.late = not layer.attn.late
+
+
+def other_ring(layer: Any) -> None:
+    layer.attn.role = replace(layer.attn.role, layer=layer.attn.role.layer - 1)
+
+
+def tied_norms(layer: Any) -> None:
+    layer.ffn_norm.weight = layer.attn_norm.weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [other_mask, other_ring, tied_norms])
+def test_the_same_pieces_on_other_values_show_in_the_layer(model: Perturbed, change: Callable[[Any], None]) -> None:
+    told = changes(model.before, found(with_another(model.config, model.at, change)))
+    mine = [text for layer, text in told if layer == model.at]
+    assert mine and all(re.match(r"piece \d+ of \d+: (reads|writes) ", each) for each in mine)
+    assert change is other_mask or len(mine) == len(told)  # which rows a late layer reads is others' business too
 
 
 @pytest.mark.slow

@@ -26,7 +26,10 @@ def views() -> list[dict[str, Any]]:
         return {
             "layer": layer,
             "role": "window" if layer is not None else None,
-            "pieces": [{"name": f"piece_{layer}_{i}", "key": key, "nodes": 9} for i, key in enumerate("abb")],
+            "pieces": [
+                {"name": f"piece_{layer}_{i}", "key": key, "nodes": 9, "reads": ["own 0.0", "w"], "writes": []}
+                for i, key in enumerate("abb")
+            ],
             "regions": [region(1e-6), region(1e-6)] if layer is not None else [],
             "refused": [],
         }
@@ -59,6 +62,18 @@ def test_each_difference_is_told_once_in_its_layer() -> None:
     ]
 
 
+def test_other_wires_and_another_order_of_the_same_pieces_are_told() -> None:
+    before, after = views(), views()
+    after[1]["pieces"][1]["reads"] = ["own 0.1", "w"]
+    after[1]["pieces"][2]["writes"] = ["w"]
+    after[2]["pieces"].reverse()
+    assert changes(before, after) == [
+        (0, "piece 2 of 3: reads own 0.0 -> own 0.1"),
+        (0, "piece 3 of 3: writes - -> w"),
+        (1, "the 3 pieces come in another order"),
+    ]
+
+
 def test_a_refusal_is_told_with_its_rule_and_line_both_ways() -> None:
     before, after = views(), views()
     after[2]["regions"].pop()
@@ -88,7 +103,24 @@ def test_the_command_compares_with_a_file(
     assert capsys.readouterr().out == "layer 1   mhc_boundary 1 of 2: eps 1e-06 -> 0.5\n"
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{}"], ids=["no file", "empty", "a list", "no layers"])
+DAMAGED = {
+    "no file": None,
+    "empty": "",
+    "a list": "[]",
+    "no layers": "{}",
+    "a number": '{"layers": 5}',
+    "null": '{"layers": null}',
+    "numbers": '{"layers": [1]}',
+    "a word": '{"layers": "abc"}',
+    "an empty layer": '{"layers": [{}]}',
+    "deep": "[" * 200_000,
+    "null inside": json.dumps({"layers": [views()[1] | {"regions": None}]}),
+    "an empty piece": json.dumps({"layers": [views()[1] | {"pieces": [{}]}]}),
+    "a layer by name": json.dumps({"layers": [views()[1] | {"layer": "first"}]}),
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
 def test_a_file_without_an_inspection_is_refused(
     text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
