@@ -54,8 +54,11 @@ class Graphs(Protocol):
     def capturing(self) -> bool:
         """Whether the caller records a graph of its own just now: then nothing may be captured or replayed."""
 
+    def apart(self) -> Graphs:
+        """Records into a pool of its own, for graphs that others may not overwrite whenever they were captured."""
+
     def pool_bytes(self) -> int:
-        """Device memory that all graphs hold together."""
+        """Device memory that all graphs hold together, those recorded apart too."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,10 @@ class CudaGraph:
 class CudaGraphs:
     """CUDA graphs of one device, captured on one stream into one pool."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = torch.cuda.Stream(device) if stream is None else stream
         self.pool = torch.cuda.graph_pool_handle()
+        self.pools = [self.pool]
 
     def warm_up(self, run: Callable[[], Result]) -> Result:
         current = torch.cuda.current_stream(self.stream.device)
@@ -104,9 +108,14 @@ class CudaGraphs:
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def apart(self) -> CudaGraphs:
+        other = CudaGraphs(self.stream.device, self.stream)
+        self.pools.append(other.pool)
+        return other
+
     def pool_bytes(self) -> int:
-        blocks = torch.cuda.memory_snapshot()
-        return sum(b["total_size"] for b in blocks if tuple(b.get("segment_pool_id", ())) == tuple(self.pool))
+        blocks, pools = torch.cuda.memory_snapshot(), [tuple(pool) for pool in self.pools]
+        return sum(b["total_size"] for b in blocks if tuple(b.get("segment_pool_id", ())) in pools)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """replay: a Plan runs captured where its sizes lie on their ladders, whole or in segments, and uncaptured elsewhere.
 
     every size on a rung, none above Plan.whole    one graph a set of sizes      decode
-    else, the size of the segments on a rung       a graph a segment and rung    prefill
+    else, a size of segments on a rung             a graph a segment and rung    prefill
     else                                           uncaptured, and the log says which size lies where
 
 A step of sizes seen for the first time runs uncaptured, on the stream that will capture: that is its warm-up, so it
@@ -26,7 +26,7 @@ from v41._compat import addresses_of, copy_each, same_addresses
 from v41.plan import Plan
 from v41.report import Captures
 from v41.runtime.capture import Graph, Graphs
-from v41.runtime.chain import Chain
+from v41.runtime.chain import Chain, Rung
 from v41.runtime.executor import Artifact, LanesOf, Run, executor
 from v41.runtime.segments import segments
 from v41.runtime.static_inputs import (
@@ -96,7 +96,10 @@ class Replayer:
         self.places = list(self.symbols.values())
         self.never = never_whole(plan)
         self.wholes: dict[tuple[int, ...], Whole] = {}
-        self.chains: dict[int, Chain] = {}
+        self.of_segments = list(dict.fromkeys(segment.size for segment in self.segments if segment.size))
+        self.pools = {size: graphs.apart() if i else graphs for i, size in enumerate(self.of_segments)}
+        self.rungs: dict[tuple[str, int], Rung] = {}
+        self.chains: dict[tuple[tuple[str, int], ...], Chain] = {}
         self.turn = Turn()
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
@@ -131,13 +134,16 @@ class Replayer:
         if reason is None:
             whole = self.wholes[key] = Whole(self, label(sizes))
             return whole
-        size = next((segment.size for segment in self.segments if segment.captured), None)
-        if size is None or sizes.get(size) not in plan.buckets[size]:
+        on = tuple((size, sizes[size]) for size in self.of_segments if sizes.get(size) in plan.buckets[size])
+        if not on:
             return self._uncaptured(reason)
         self.log.piecewise[reason] = self.log.piecewise.get(reason, 0) + 1
-        if sizes[size] not in self.chains:
-            self.chains[sizes[size]] = Chain(self, f"{size}={sizes[size]}")
-        return self.chains[sizes[size]]
+        for size, value in on:
+            if (size, value) not in self.rungs:
+                self.rungs[size, value] = Rung(self, size, value, self.pools[size])
+        if on not in self.chains:
+            self.chains[on] = Chain(self, [self.rungs[each] for each in on])
+        return self.chains[on]
 
     def restless(self, inputs: list[Any]) -> tuple[Any, ...]:
         """Runs a step whose inputs lay elsewhere in each of the steps before."""

@@ -1,11 +1,11 @@
 """segments: the runs of neighbouring pieces of a Plan that one graph can hold, and what lies loose between them.
 
-    pieces    rows  rows  rows+blocks  rows  uncapturable  rows
-    segments  [ captured ] [  loose  ] [cap.] [  loose   ] [cap.]
+    pieces    rows  rows  rows+blocks  rows  rows+last 128  last 128  uncapturable  last 128
+    segments  [ captured ] [  loose  ] [cap.] [   loose   ] [captured] [  loose   ] [captured]
 
 A segment is captured if its pieces depend on one size at most, that size has buckets, no piece is uncapturable, what it
-reads can be copied, and nothing is written in place that would have to be. Order is the plan's. What leaves a segment
-is what a later one reads or the plan returns.
+reads can be copied, and nothing is written in place that would have to be. Which size that is may differ from segment
+to segment. Order is the plan's. What leaves a segment is what a later one reads or the plan returns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 from v41.plan import Piece, Plan
 from v41.runtime.executor import Artifact, Run, flat_function
@@ -39,30 +40,39 @@ class Segment:
 def segments(plan: Plan) -> list[Segment]:
     """All pieces of `plan`, in order, in segments."""
     moving = {name for name in plan.inputs if symbolic(plan.values[name])}
-    sizes = {name for piece in plan.pieces if (name := _one_size(plan, piece)) is not None}
-    (only,) = sizes if len(sizes) == 1 else (None,)  # one axis: with two, steps would seldom lie on both ladders
     uncopied = {name for name in moving if uncopyable(plan, name)}
-    groups = groupby(plan.pieces, lambda piece: _holds(plan, piece, only, moving) and uncopied.isdisjoint(piece.reads))
-    return list(_segments(plan, [(captured, tuple(pieces)) for captured, pieces in groups], only))
+    sizes = [_size(plan, piece, moving) if uncopied.isdisjoint(piece.reads) else LOOSE for piece in plan.pieces]
+    groups = groupby(zip(_joined(sizes), plan.pieces, strict=True), key=itemgetter(0))
+    return list(_segments(plan, [(size, tuple(piece for _, piece in group)) for size, group in groups]))
 
 
-def _one_size(plan: Plan, piece: Piece) -> str | None:
-    names = {plan.sizes.get(symbol, symbol) for symbol in piece.sizes}
-    (name,) = names if len(names) == 1 else (None,)
-    return name if name in plan.buckets else None
+LOOSE, ANY = "", "any"  # no graph may hold a piece; one of any size may
 
 
-def _holds(plan: Plan, piece: Piece, size: str | None, moving: set[str]) -> bool:
-    """Whether a graph for each value of `size` may hold `piece`."""
+def _size(plan: Plan, piece: Piece, moving: set[str]) -> str:
+    """The size for each value of which a graph may hold `piece`."""
     names = {plan.sizes.get(symbol, symbol) for symbol in piece.sizes}
     stays = {name for name in plan.inputs if name not in moving}
-    return size is not None and piece.uncapturable is None and names <= {size} and stays.issuperset(piece.writes)
+    if piece.uncapturable is not None or len(names) > 1 or not stays.issuperset(piece.writes):
+        return LOOSE
+    (name,) = names or {ANY}
+    return name if name in plan.buckets or name == ANY else LOOSE
 
 
-def _segments(plan: Plan, groups: list[tuple[bool, tuple[Piece, ...]]], size: str | None) -> Iterator[Segment]:
+def _joined(sizes: list[str]) -> list[str]:
+    """Pieces that depend on no size lie with those in front of them, else with those behind; alone they stay loose."""
+    for order in (range(1, len(sizes)), range(len(sizes) - 2, -1, -1)):
+        for at in order:
+            beside = sizes[at - 1] if order.step > 0 else sizes[at + 1]
+            if sizes[at] == ANY and beside != LOOSE:
+                sizes[at] = beside
+    return [LOOSE if size == ANY else size for size in sizes]
+
+
+def _segments(plan: Plan, groups: list[tuple[str, tuple[Piece, ...]]]) -> Iterator[Segment]:
     later = {name for name in plan.outputs if isinstance(name, str)}
     kept: list[Segment] = []
-    for index, (captured, pieces) in reversed(list(enumerate(groups))):
+    for index, (size, pieces) in reversed(list(enumerate(groups))):
         made = [name for piece in pieces for name in piece.returns]
         reads = tuple(dict.fromkeys(name for piece in pieces for name in piece.reads if name not in made))
         kept.append(
@@ -72,8 +82,8 @@ def _segments(plan: Plan, groups: list[tuple[bool, tuple[Piece, ...]]], size: st
                 reads=reads,
                 returns=tuple(name for name in made if name in later),
                 frees=tuple(name for name in reads if name not in later),
-                captured=captured,
-                size=size if captured else None,
+                captured=size != LOOSE,
+                size=size or None,
             )
         )
         later.difference_update(made)

@@ -75,14 +75,17 @@ class CpuGraph:
 class CpuGraphs:
     """The captures of one plan. `held`: the tensors of each capture that were let out, by memory."""
 
-    def __init__(self) -> None:
-        self.graphs: list[CpuGraph] = []
+    def __init__(self, graphs: list[CpuGraph] | None = None) -> None:
+        self.graphs: list[CpuGraph] = [] if graphs is None else graphs
         self.pool: list[tuple[CpuGraph, Tensor, weakref.ref[Tensor] | None]] = []
         self.warm_ups = 0
         self.around = False  # whether the caller captures
 
     def capturing(self) -> bool:
         return self.around
+
+    def apart(self) -> CpuGraphs:
+        return CpuGraphs(self.graphs)
 
     def warm_up(self, run: Callable[[], Result]) -> Result:
         self.warm_ups += 1
