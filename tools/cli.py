@@ -104,6 +104,10 @@ def add_inspect(command: argparse.ArgumentParser) -> None:
         "--against", type=Path, metavar="RUN", help="what differs from a saved run; exit 1 if any does"
     )
     command.add_argument("--changes", action="store_true", help="with --json: what each pass changed, for v41 diff")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no network")
+    command.add_argument("--dot", type=Path, metavar="FILE", help="write the graph for Graphviz")
+    command.add_argument("--model-explorer", type=Path, metavar="FILE", help="write the graph for Model Explorer")
+    command.add_argument("--of", metavar="NAME", help="with --dot or --model-explorer: one region's body, or one piece")
     add_common(command)
 
 

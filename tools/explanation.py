@@ -22,11 +22,12 @@ from torch import nn
 from v41.report import collect
 from v41.tools.explain_command import explain as stories
 from v41.tools.explain_command import lines
+from v41.tools.html_page import page
 from v41.tools.inspect import capture_call
 from v41.tools.inspect_command import show_inspection
 from v41.tools.pass_runs import WIDTH
 from v41.tools.run import Run, run_of
-from v41.tools.run_folder import save
+from v41.tools.run_folder import save, write_whole
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Explanation:
     def save(self, folder: str | Path) -> None:
         """Keeps it for the commands, as `v41 capture` does. RunNotWritten where that cannot be."""
         save(self.run, Path(folder))
+
+    def html(self, path: str | Path) -> None:
+        """Writes the page of `v41 inspect --html`. RunNotWritten where that cannot be."""
+        write_whole(Path(path), page(self.run))
 
 
 def explain(model: nn.Module, *inputs: Any) -> Explanation:
