@@ -22,8 +22,8 @@ from v41.lowering.templates.topk import MOST
 from v41.regions import is_region, region_of
 
 KIND = "index_scores"
-COLUMNS = 16  # units of a record's values: what one product of tiles adds up
-WIDTHS = (32, 64, 128)  # so many channels are 16 units of 1, 2 or 4 bytes, and as many scales are one unit more
+WIDTHS = (32, 64, 128)  # records of 17 times 1, 2 or 4 bytes, one of them scales: neither is read across another
+FAR = 1 << 24  # beyond every entry and number: what is computed of them fits 32 bits
 TILE = 64  # entries that a program scores at once, a multiple of what numbers and blocks stand for
 
 
@@ -46,7 +46,17 @@ class Form:
 
     @property
     def unit(self) -> int:
-        """Bytes that are read at once: a record is 17 of them."""
+        """Bytes of a value that is read and decoded as one: 2, since pairs of them are one register."""
+        return min(2, self.width // 32)
+
+    @property
+    def units(self) -> int:
+        """Of the values of a record."""
+        return self.width // 2 // self.unit
+
+    @property
+    def scales(self) -> int:
+        """Bytes of scales in a record, of 17 times as many."""
         return self.width // 32
 
     @property
@@ -110,7 +120,8 @@ RULES: tuple[tuple[str, Callable[[dict[str, Any]], bool]], ...] = (
      <= set(attrs["operands"])),
     ("counts what a row sees otherwise", lambda attrs: attrs["ratio"] is not None and attrs["numbered"]),
     (f"numbers entries otherwise than by powers of two up to {TILE} a number, as far as the cache reaches",
-     lambda attrs: None not in (attrs["spread"], attrs["reach"]) and _fills_a_tile(attrs["spread"])),
+     lambda attrs: None not in (attrs["spread"], attrs["reach"]) and _fills_a_tile(attrs["spread"])
+     and attrs["reach"] < FAR),
     (f"has blocks of more than {TILE} entries, or of no power of two", lambda attrs: _fills_a_tile(attrs["block"])),
     (f"picks or keeps more than {MOST}", lambda attrs: max(attrs["k"], attrs["keep"] or 0) <= MOST),
     ("has more heads than a tile", lambda attrs: attrs["heads"] <= 128),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from v41.lowering.templates.index_scores.text import MOST_TURNS, SHARED
 from v41.lowering.templates.topk.launch import BUSY, Step, run_steps, selection
 
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
-SCORES = 10  # the place of the scores among the arguments of the first launch
+HOPPER = 9  # the compute capability that multiplies bf16 in pairs
+SCORES = 11  # the place of the scores among the arguments of the first launch
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,9 @@ class IndexKernel(Kernel):
         blocks = entries // form.block if form.keeps else 0
         best = empty(rows, blocks)
         made = {"picks": picks}
-        tensors_read = [queries, of["weights"], cache.view(UNITS[form.unit]), of["positions"], of["requests"],
-                        of["columns"], places, of["slots"], numbers]  # fmt: skip
+        packed = [cache.view(UNITS[size]) for size in (form.unit, form.scales)]
+        tensors_read = [queries, of["weights"], *packed, of["positions"], of["requests"], of["columns"], places,
+                        of["slots"], numbers]  # fmt: skip
         restricted = numbers if given is None else given.view(torch.int8) if given.dtype is torch.bool else given
         sizes = [
             entries,
@@ -76,7 +79,7 @@ class IndexKernel(Kernel):
             0 if given is None else given.stride(0),
         ]
         grid = (-(-rows // chosen.rows), -(-entries // (chosen.turns * chosen.block)))
-        constants = {"BLOCK": chosen.block}
+        constants = {"BLOCK": chosen.block, "PACKED": packs(device)}
         options = {"num_warps": chosen.warps, "num_stages": chosen.stages, "enable_fp_fusion": False}
         arguments = [*tensors_read, restricted, scores, best, *sizes, form.reach, chosen.turns]
         steps = [Step(f"scores_{chosen.rows}", grid, arguments, constants, options)] if rows and entries else []
@@ -95,3 +98,9 @@ class IndexKernel(Kernel):
         steps, outputs = self.steps(tensors, schedule)
         run_steps(self.module, steps)
         return outputs
+
+
+@cache
+def packs(device: torch.device) -> bool:
+    """Whether keys are decoded two at a time there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER

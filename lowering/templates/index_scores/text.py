@@ -1,19 +1,20 @@
 """text: the Triton source of the scores of an indexer, specialised to its Form; topk/text.py picks among them.
 
-    record    17 units of 1, 2 or 4 bytes: 16 of values, one of scales. Nibble n of unit j is channel 2 * unit * j + n,
-              so a tile of units holds, nibble by nibble, tiles of keys for products over 16 channels each: no shuffle
-    scores    x = k.q of a tile of entries and all heads, max(x, 0) * w, added up in pairs of heads    [entries] a row
+    record    units of two bytes, then scales. Nibble n of unit j is channel 4 * j + n, so a tile of units holds, nibble
+              by nibble, tiles of keys for products over a quarter of the channels each: nothing is shuffled
+    scores    x = k.q of a tile of entries and all heads, max(x, 0) * w, added up by halves of heads    [entries] a row
               -> out [T, E], -inf where hidden; the best of each block -> best [T, E / block], inf for the newest
 
 A program scores some tiles of entries for one row, or for a few: rows whose keys lie in one slot share what was read
-and decoded, others take turns. What no row of it sees is not read. A score is the same operations on the same numbers
+and decoded, others take turns. Tiles that no row of it sees are not read. A score is the same operations on the same numbers
 in any batch. One text a number of rows: `scores_1`, and `scores_4` where rows may share.
 """
 
 from __future__ import annotations
 
-from v41.lowering.templates.formats import ADDED, DECODERS, HEAD
-from v41.lowering.templates.index_scores.form import COLUMNS, Form
+from v41.lowering.templates.formats import DECODERS, HEAD
+from v41.lowering.templates.index_scores.decode import function_text, scale_text
+from v41.lowering.templates.index_scores.form import FAR, Form
 from v41.lowering.templates.topk import TEXT
 
 SHARED = 4  # rows of a program, where requests have several
@@ -29,9 +30,16 @@ ANY = [
     "reach",
     "turns",
 ]  # numbers that cost no compilation
-FAR = 1 << 40  # a number of entries beyond every cache
 
 HELPERS = '''@triton.jit
+def folded(p, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
+    """[ROWS, COUNT] -> [ROWS]: one half and the other, in whatever threads they lie."""
+    for level in tl.static_range(LEVELS):
+        p = tl.sum(tl.reshape(p, [ROWS, 2, COUNT >> (level + 1)]), 1)
+    return tl.reshape(p, [ROWS])
+
+
+@triton.jit
 def slot_of(requests, slots, row, rows, count, size):
     """Of the row's request; -1 behind the last row. Indices count from the end where they are negative."""
     request = tl.load(requests + row, mask=row < rows, other=0)
@@ -54,16 +62,17 @@ def scored_row(requests, columns, places, row, rows, count, longest, step):
 def text(form: Form) -> str:
     """The file, without its first lines."""
     kernels = [scores_text(form, rows) for rows in ((1,) if form.listed else (1, SHARED))]
-    parts = [HEAD, ADDED, DECODERS["ue8m0"], DECODERS["e2m1"], HELPERS, seen_text(form), *kernels, TEXT]
+    helpers = [DECODERS["ue8m0"], DECODERS["e2m1"], function_text(form), HELPERS, seen_text(form)]
+    parts = [HEAD, *helpers, *kernels, TEXT]
     return "\n\n".join(parts)
 
 
 def seen_text(form: Form) -> str:
     return f'''@triton.jit
 def seen_by(positions, row, rows):
-    """How many entries the row sees."""
+    """How many entries the row sees, as far as there may be."""
     after = tl.load(positions + row, mask=row < rows, other=-1) + 1
-    return tl.where(after > 0, after // {form.ratio}, 0)
+    return tl.where(after > 0, tl.minimum(after // {form.ratio}, {FAR}), 0).to(tl.int32)
 '''
 
 
@@ -81,11 +90,11 @@ def scores_text(form: Form, rows: int) -> str:
     ]
     lines = [
         f"@triton.jit(do_not_specialize={ANY})",
-        f"def scores_{rows}(queries, weights, cache, positions, requests, columns, rows, slots, numbers, given, out,",
-        f"             best, E, {', '.join(ANY)}, BLOCK: tl.constexpr):",
+        f"def scores_{rows}(queries, weights, cache, scales, positions, requests, columns, rows, slots, numbers,",
+        f"             given, out, best, E, {', '.join(ANY)}, BLOCK: tl.constexpr, PACKED: tl.constexpr):",
         "    start = tl.program_id(1) * (turns * BLOCK)",
         f"    head = tl.arange(0, {form.padded_heads})",
-        f"    unit = tl.arange(0, {COLUMNS})",
+        f"    unit = tl.arange(0, {form.units})",
         f"    for lead in range(0, {rows}):",
         *(" " * 8 + line for line in body),
     ]
@@ -94,7 +103,12 @@ def scores_text(form: Form, rows: int) -> str:
 
 def _pass(form: Form, rows: int) -> list[str]:
     """Scores of all tiles, for the rows of this program from `row` on whose keys lie in `slot`."""
-    lines = ["most = tl.full([], 0, tl.int64)"]
+    record = 17 * form.scales // form.unit
+    lines = [
+        "most = tl.full([], 0, tl.int32)",
+        f"home = cache + slot * CAPACITY * {record}",
+        "home_of_scales = scales + slot * CAPACITY * 17",
+    ]
     for r in range(rows):
         lines += [
             f"row{r} = tl.program_id(0).to(tl.int64) * {rows} + {r}",
@@ -151,16 +165,15 @@ def _tile(form: Form, rows: int) -> list[str]:
         ]
     else:
         lines += ["open = inside", "column = at"]
-    scale = f"unit[None, :] // {COLUMNS // form.unit} * 8"
+    keys = ", ".join(f"k{n}" for n in range(2 * form.unit))
     lines += [
-        f"entry = tl.load(numbers + column // {form.spread}, mask=open, other=0)",
-        f"entry = entry * {form.spread} + column % {form.spread}",
+        f"number = tl.load(numbers + column // {form.spread}, mask=open, other=0)",
+        f"entry = tl.minimum(number, {FAR}).to(tl.int32) * {form.spread} + (column % {form.spread}).to(tl.int32)",
         "open = open & (entry < most)",
-        f"place = (slot * CAPACITY + tl.minimum(entry, reach)) * {COLUMNS + 1}",
-        "held = tl.load(cache + place[:, None] + unit[None, :], mask=open[:, None], other=0).to(tl.int32)",
-        f"by = tl.load(cache + place + {COLUMNS}, mask=open, other=0).to(tl.int32)[:, None] >> ({scale})",
-        "by = ue8m0(by & 255)",
-        *(f"k{n} = (e2m1(held >> {4 * n}) * by).to(tl.bfloat16)" for n in range(2 * form.unit)),
+        "place = tl.minimum(entry, reach)",
+        f"held = tl.load(home + (place[:, None] * {17 * form.scales // form.unit} + unit[None, :]))",
+        "marks = tl.load(home_of_scales + (place * 17 + 16)).to(tl.int32)",
+        f"{keys} = keys_of(held, {scale_text(form)}, PACKED)",
     ]
     for r in range(rows):
         lines += _scored(form, r)
@@ -174,9 +187,9 @@ def _scored(form: Form, r: int) -> list[str]:
     return [
         f"x = tl.dot(k0, q{r}_0)",
         *(f"x = tl.dot(k{n}, q{r}_{n}, x)" for n in range(1, 2 * form.unit)),
-        f"x = tl.where(x < 0, 0.0, x) * w{r}[None, :]",
+        f"x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * w{r}[None, :]",
         *([last] if heads != form.heads else []),
-        f"total = added(x, BLOCK, {heads}, {heads.bit_length() - 1})",
+        f"total = folded(x, BLOCK, {heads}, {heads.bit_length() - 1})",
         f"shown = open & (entry < seen{r})",
         *([f"shown = shown & {mask}"] if form.given == "candidates" else []),
         'total = tl.where(shown, total, float("-inf"))',
