@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from tests.invariants import check_fired_share
 from tests.strategies.tracing import trace
 from v41.passes.pipeline import copy_of
 from v41.passes.reinplace_cache_writes import IN_PLACE, PART, RULES, reinplace_cache_writes
@@ -112,27 +113,45 @@ def test_one_record_costs_one_write_and_no_copy() -> None:
 STEPS = st.lists(st.sampled_from(["row", "part", "record", "double", "read"]), min_size=1, max_size=6)
 
 
+def steps_of(steps: list[str], slots: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
+    total = rows
+    for step in steps:
+        match step:
+            case "row":
+                cache[slots, 0] = total
+            case "part":
+                cache[1:3, 1] = 2.0
+            case "record":
+                cache.view(-1, 4)[slots + 1] = total + 1
+            case "double":
+                cache[2].mul_(2)
+            case "read":
+                total = total + cache[slots].sum(1)
+    return total
+
+
 @given(STEPS)
 def test_any_chain_of_writes_and_reads(steps: list[str]) -> None:
-    def chain(slots: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
-        total = rows
-        for step in steps:
-            match step:
-                case "row":
-                    cache[slots, 0] = total
-                case "part":
-                    cache[1:3, 1] = 2.0
-                case "record":
-                    cache.view(-1, 4)[slots + 1] = total + 1
-                case "double":
-                    cache[2].mul_(2)
-                case "read":
-                    total = total + cache[slots].sum(1)
-        return total
-
-    _, decisions = reinplaced(chain)
+    _, decisions = reinplaced(lambda slots, rows, cache: steps_of(steps, slots, rows, cache))
     assert all(decision.applied for decision in decisions)
     assert len(decisions) == any(step != "read" for step in steps)
+
+
+def test_chains_fire_unless_one_step_is_none_of_its_writes() -> None:
+    fired: list[bool] = []
+
+    @given(STEPS.filter(lambda steps: set(steps) != {"read"}), st.sampled_from([None, None, doubles_all, shifts]))
+    def draw(steps: list[str], flaw: Callable[..., Any] | None) -> None:
+        def chain(slots: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
+            total = steps_of(steps, slots, rows, cache)
+            return total if flaw is None else total + flaw(slots, rows, cache)
+
+        _, decisions = reinplaced(chain)
+        assert [decision.applied for decision in decisions] == [flaw is None]
+        fired.append(flaw is None)
+
+    draw()
+    check_fired_share(fired)
 
 
 def doubles_all(slots: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
