@@ -34,6 +34,7 @@ from v41.plan import Piece, Plan
 from v41.regions import Region, region_of, regions
 from v41.report import CompileReport, Decision, collect
 
+PHASES = ("model", "Dynamo", "AOTAutograd, passes, partition")  # of a capture, in order
 CHUNKS = (23, 40, 1)  # rows of each request in the traced step; the program is the same for any
 
 
@@ -92,14 +93,14 @@ def capture_call(
     """
     clock = time.perf_counter
     start, cpu = clock(), time.process_time()
-    told("model")
+    told(PHASES[0])
     model, inputs = make()
     seconds, names = {"model": clock() - start}, list[str]()
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         seconds["dynamo"] = clock() - start - seconds["model"]
         names.extend(input_name(node) for node in gm.graph.nodes if node.op == "placeholder")
-        told("AOTAutograd, passes, partition")
+        told(PHASES[2])
         v41(gm, inputs, options={"codegen": "eager", "cache": False, "verify": verify})
 
         def stop(*_: Any) -> Any:
@@ -107,7 +108,7 @@ def capture_call(
 
         return stop
 
-    told("Dynamo")
+    told(PHASES[1])
     with torch.no_grad(), collect() as reports, contextlib.suppress(Captured):
         try:
             torch.compile(model, backend=backend, fullgraph=True)(*inputs)

@@ -10,6 +10,7 @@ run_named(arguments, console)       reads or captures it
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -21,9 +22,11 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from v41._compat_groups import ALL, pretended
 from v41.errors import FunctionUnusable, NeedsModel, UnknownModel
 from v41.model_def.config import PRESETS, V41Config
 from v41.model_def.model import V41ForCausalLM
+from v41.model_def.parallel import WHOLE, Share
 from v41.report import collect
 from v41.tools.inspect import Inspection, capture_call, first_layers, step_of
 from v41.tools.nearest import choices
@@ -37,6 +40,7 @@ class Model:
 
     name: str  # "preset flash, 3 layers"
     make: Callable[[], tuple[nn.Module, Sequence[Any]]]
+    ranks: int = 1  # that share it
 
 
 def run_named(arguments: Namespace, console: Console, *, changes: bool = False) -> Run:
@@ -52,33 +56,37 @@ def is_run(name: str) -> bool:
 
 def captured(arguments: Namespace, console: Console, *, changes: bool = False) -> Run:
     """The model of `arguments`, captured. The changes are kept in memory for as long as the result is."""
-    model = model_named(arguments.model, arguments.layers)
+    model = model_named(arguments.model, arguments.layers, arguments.ranks)
     return run_of(inspected(model, console, changes=changes), model.name)
 
 
 def inspected(model: Model, console: Console, *, changes: bool = False, verify: bool | str = False) -> Inspection:
     """`model` through capture and passes; the console shows the phase."""
-    with console.status("capture") as status, collect(programs=changes):
+    group = pretended(model.ranks) if model.ranks > 1 else contextlib.nullcontext()
+    with group, console.status("capture") as status, collect(programs=changes):
         return capture_call(model.make, verify=verify, told=lambda phase: status.update(f"capture: {phase}"))
 
 
-def model_named(name: str, layers: int | None = None) -> Model:
-    """The model of that name, cut to its first `layers`. UnknownModel says what names there are, and the nearest."""
+def model_named(name: str, layers: int | None = None, ranks: int = 1) -> Model:
+    """The model of that name, cut to its first `layers`, as the first of `ranks` runs it. UnknownModel says what names
+    there are, and the nearest."""
     if is_run(name):
         raise NeedsModel(name, what="this command")
     if name in PRESETS:
-        return _of_config(f"preset {name}", V41Config.preset(name), layers)
+        return _of_config(f"preset {name}", V41Config.preset(name), layers, ranks)
     if Path(name).is_dir():
-        return _of_config(f"checkpoint {Path(name).name}", V41Config.from_json(name), layers)
+        return _of_config(f"checkpoint {Path(name).name}", V41Config.from_json(name), layers, ranks)
     if ":" in name:
         return Model(name, lambda: call_of(name))
     raise UnknownModel("v41 MODEL", name=name, known=choices(name, PRESETS))
 
 
-def _of_config(name: str, config: V41Config, layers: int | None) -> Model:
+def _of_config(name: str, config: V41Config, layers: int | None, ranks: int) -> Model:
     cut = first_layers(config, layers or config.num_hidden_layers)
     told = name if cut is config else f"{name}, {layers} layers"
-    return Model(told, lambda: step_of(lambda: V41ForCausalLM(cut)))
+    share = Share(0, ranks, ALL) if ranks > 1 else WHOLE
+    told += f", one of {ranks} ranks" if ranks > 1 else ""
+    return Model(told, lambda: step_of(lambda: V41ForCausalLM(cut, share)), ranks)
 
 
 def call_of(name: str) -> tuple[nn.Module, Sequence[Any]]:

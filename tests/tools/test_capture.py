@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.tools.small_models import run_of_balanced
+from tests.tools.small_models import balanced, run_of_balanced
 from v41.errors import RunNotWritten, RunUnreadable
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.plan import Plan
 from v41.tools import run_folder, sources
 from v41.tools.cli import main
-from v41.tools.inspect import capture, first_layers
+from v41.tools.inspect import PHASES, capture, capture_call, first_layers
 from v41.tools.run import Run, run_of
 from v41.tools.run_folder import MAIN, load, run_values, save
 
@@ -168,3 +169,10 @@ def test_a_checkpoint_folder_is_its_config(tmp_path: Path, monkeypatch: pytest.M
 
 def test_every_file_says_its_schema(folder: Path) -> None:
     assert {json.loads(path.read_text())["schema"] for path in folder.iterdir()} == {run_folder.SCHEMA}
+
+
+def test_a_capture_tells_its_phases_in_order() -> None:
+    heard: list[str] = []
+    torch._dynamo.reset()
+    capture_call(balanced, told=heard.append)
+    assert heard == [*PHASES]
