@@ -6,8 +6,8 @@
               -> out [T, E], -inf where hidden; the best of each block -> best [T, E / block], inf for the newest
 
 A program scores some tiles of entries for one row, or for a few: rows whose keys lie in one slot share what was read
-and decoded, others take turns. Tiles that no row of it sees are not read. A score is the same operations on the same numbers
-in any batch. One text a number of rows: `scores_1`, and `scores_4` where rows may share.
+and decoded, others take turns. Tiles that no row of it sees are not read. A score is the same operations on the same
+numbers in any batch. One text a number of rows: `scores_1`, and `scores_4` where rows may share.
 """
 
 from __future__ import annotations
