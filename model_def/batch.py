@@ -19,12 +19,13 @@ from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked
 
 from v41.model_def.buckets import Buckets, round_up
-from v41.model_def.cache import Cache
+from v41.model_def.cache import SHAPING, Cache, cache_facts, told
 from v41.model_def.chunk import Chunk, kept_last, replay_start, rows_kept, window_floors
 from v41.model_def.config import V41Config
 from v41.model_def.errors import (
     BatchOfAnotherCache,
     BatchOfAnotherModel,
+    CacheOfAnotherModel,
     ChunkLongerThanSlot,
     ChunkMistyped,
     ChunkOutOfTokens,
@@ -36,6 +37,7 @@ from v41.model_def.errors import (
     TokenOutOfVocabulary,
 )
 
+READ = (*SHAPING, "vocab_size", "image_token_id", "engram_max_ngram_size", "candidate_block_size", "swa_bounded_replay")
 NOWHERE = -1  # position of a pad row, token where there is none
 # the first size of each tensor of a Batch; where nothing is said it is "rows"
 SIZES = {"first_rows": "requests", "slot_of_request": "requests", "longest": "longest", "logit_rows": "logits"}
@@ -74,6 +76,7 @@ class Batch:
     kept_rows: Tensor  # [K] ascending: rows that late layers cannot do without, and some more in pads; see rows_kept
     kept_longest: Tensor  # arange(how many of them one request has at most)
     kept_last: int  # so many last rows of each request are among them
+    made_for: str  # batch_facts of the model
     cache_slots: int  # of the cache it was built for
     cache_capacity: int
     host: Host
@@ -128,6 +131,8 @@ def build_batch(
     Pad rows and pad requests come last; they use the pad slot, and of the logits the first `len(host.logits)` rows are
     anyone's. Refuses, with a type each, what the cache or the vocabulary cannot hold.
     """
+    if cache.made_for != cache_facts(config):
+        raise CacheOfAnotherModel("build_batch(cache=...)", made_for=cache.made_for, given=cache_facts(config))
     check_chunks(config, cache, chunks)
     return batch_of_sizes(config, cache, chunks, sizes_of(config, chunks, buckets), device)
 
@@ -184,6 +189,7 @@ def batch_of_sizes(
         kept_rows=kept.nonzero().flatten(),
         kept_longest=torch.arange(max([min(sizes.kept, 1), *group[kept & real].bincount().tolist()])),
         kept_last=kept_last(config),
+        made_for=batch_facts(config),
         cache_slots=cache.slots,
         cache_capacity=cache.capacity,
         host=Host(tuple(chunks), tuple(bounds), tuple(logits), rows),
@@ -198,11 +204,19 @@ def with_pads(needed: Tensor, count: int) -> Tensor:
     return needed.index_fill(0, spare[len(spare) - count + int(needed.sum()) :], True)
 
 
-def check_model(batch: Batch, config: V41Config) -> None:
-    """Raises where `batch` keeps other rows than `config` asks for: a compiled model leaves out those not kept."""
-    built, given = batch.kept_last, kept_last(config)
-    if built != given:
-        raise BatchOfAnotherModel("V41ForCausalLM.forward(batch=...)", built=built, given=given)
+def batch_facts(config: V41Config) -> str:
+    """What of `config` decides which numbers a batch holds, as text."""
+    return f"{told(config, READ)}\nrows kept for late layers = {kept_last(config)}"
+
+
+def check_model(batch: Batch, cache: Cache, made_for: str, cache_made_for: str) -> None:
+    """Raises where batch or cache is of a model unlike the one with these facts: it would read wrong numbers, and a
+    compiled model leaves out rows that are not kept."""
+    where = "V41ForCausalLM.forward({}=...)"
+    if batch.made_for != made_for:
+        raise BatchOfAnotherModel(where.format("batch"), made_for=batch.made_for, given=made_for)
+    if cache.made_for != cache_made_for:
+        raise CacheOfAnotherModel(where.format("cache"), made_for=cache.made_for, given=cache_made_for)
 
 
 def mention_kept(batch: Batch) -> None:

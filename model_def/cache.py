@@ -12,7 +12,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,31 @@ from v41.model_def.config import V41Config
 from v41.model_def.errors import CacheBeyondPositions, CacheHasNoRoom, EntriesNotThere
 from v41.model_def.quantization import FP4_RECORD, FP8_RECORD, MXFP4_RECORD
 
+SHAPING = (  # what decides which records there are
+    "num_hidden_layers",
+    "sliding_window",
+    "head_dim",
+    "index_head_dim",
+    "compress_ratios",
+    "kv_source_layer_ids",
+)
+
+
+def cache_facts(config: V41Config) -> str:
+    """What of `config` decides which records a cache has, as text: caches of equal text serve the same models."""
+    return told(config, SHAPING)
+
+
+def told(config: V41Config, names: Sequence[str]) -> str:
+    """Fields of `config`, a line each."""
+    return "\n".join(f"{name} = {getattr(config, name)}" for name in names)
+
 
 @dataclass(frozen=True)
 class Cache:
     """Room for `slots` requests of up to `capacity` tokens. Build it with `Cache.zeros`."""
 
+    made_for: str  # cache_facts of the model
     slots: int
     capacity: int
     rings: tuple[Tensor, ...]  # a layer each
@@ -54,6 +74,7 @@ class Cache:
             return torch.zeros(slots + 1, rows, size, dtype=torch.uint8, device=device)
 
         return cls(
+            cache_facts(config),
             slots,
             capacity,
             tuple(records(window, FP8_RECORD.size(width)) for _ in range(config.num_hidden_layers)),
@@ -73,7 +94,8 @@ class Cache:
     def copy_entries(self, source: int, slot: int, tokens: int) -> None:
         """What the first `tokens` of the request in slot `source` leave for good, into another slot: a prefix hit."""
         slots, enough = range(self.slots), 0 <= tokens <= self.capacity
-        if source not in slots or slot not in slots or not enough:
+        whole = all(type(number) is int for number in (source, slot, tokens))
+        if not whole or source not in slots or slot not in slots or not enough:
             facts = {"source": source, "slot": slot, "last": self.slots - 1, "capacity": self.capacity}
             raise EntriesNotThere("Cache.copy_entries", tokens=tokens, **facts)
         for group in (self.entries, self.index_keys):

@@ -136,6 +136,13 @@ class CacheBeyondPositions(ModelError, ValueError):
     fix = "give a smaller capacity; max_position_embeddings of the config says how far RoPE is stretched"
 
 
+class RequestWithoutPrompt(ModelError, ValueError):
+    """facts: prompt, known, length."""
+
+    found = "a request reads a prompt of {prompt} tokens, of {known} that it has, and is to be {length} long"
+    fix = "give a prompt of one token or more, within the tokens it has, and a length of at least so many"
+
+
 class StepsWithoutRows(ModelError, ValueError):
     """facts: chunk."""
 
@@ -192,11 +199,27 @@ class BatchOfAnotherCache(ModelError, ValueError):
     fix = "build the batch with the cache it runs with: its pad rows write the slot behind the last of that one"
 
 
-class BatchOfAnotherModel(ModelError, ValueError):
-    """facts: built, given, each a number of rows."""
+class OfAnotherModel(ModelError, ValueError):
+    """facts: made_for, given, each lines of "name = value"."""
 
-    found = "the batch keeps the last {built} rows of each chunk for late layers, and this model needs the last {given}"
-    fix = "build the batch with the config of the model it runs in: swa_bounded_replay and the layers decide"
+    def __init__(self, where: object, made_for: str, given: str) -> None:
+        pairs = zip(made_for.splitlines(), given.splitlines(), strict=True)
+        listing = bullets([f"{was}, and in this model {now}" for was, now in pairs if was != now])
+        super().__init__(where, listing=listing, made_for=made_for, given=given)
+
+
+class BatchOfAnotherModel(OfAnotherModel):
+    """What a batch was built from is not what this model has."""
+
+    found = "the batch was built with the config of another model:{listing}"
+    fix = "build the batch with the config of the model it runs in"
+
+
+class CacheOfAnotherModel(OfAnotherModel):
+    """The records of a cache are not those that this model keeps."""
+
+    found = "the cache was made for another model:{listing}"
+    fix = "make the cache with the config of the model: Cache.zeros(model.config, ...)"
 
 
 class ChunkLongerThanSlot(ModelError, ValueError):

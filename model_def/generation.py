@@ -23,7 +23,7 @@ from v41.model_def.buckets import Buckets, round_up
 from v41.model_def.cache import Cache
 from v41.model_def.chunk import replay_start, usable_hit
 from v41.model_def.config import V41Config
-from v41.model_def.errors import LogitsAreNoNumbers, NoTemperature, StepsWithoutRows
+from v41.model_def.errors import LogitsAreNoNumbers, NoTemperature, RequestWithoutPrompt, StepsWithoutRows
 
 Forward = Callable[[Batch, Cache], Tensor]
 Choose = Callable[[Tensor], Tensor]  # logits [n, vocabulary] -> token ids [n]
@@ -38,6 +38,11 @@ class Request:
     length: int
     done: int = field(default=0, init=False)  # so many are in the cache; the last of all is never read
     hit: int = field(default=0, init=False)  # so many came from another request
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt <= len(self.ids) <= self.length:
+            facts = {"prompt": self.prompt, "known": len(self.ids), "length": self.length}
+            raise RequestWithoutPrompt("Request", **facts)
 
     @classmethod
     def to_write(cls, prompt: Sequence[int], tokens: int) -> Request:

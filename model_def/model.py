@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from v41.model_def.attention import Attention
-from v41.model_def.batch import Batch, check_cache, check_model, mention_kept
-from v41.model_def.cache import Cache
+from v41.model_def.batch import Batch, batch_facts, check_cache, check_model, mention_kept
+from v41.model_def.cache import Cache, cache_facts
 from v41.model_def.checkpoint import LoadSummary, Progress, load_checkpoint
 from v41.model_def.config import LayerRole, V41Config
 from v41.model_def.constant import Constant
@@ -43,6 +43,7 @@ class V41ForCausalLM(nn.Module):
         """`share`: what this process holds of a model that several run together; its weights come from a checkpoint."""
         super().__init__()
         self.config, self.share = config, share
+        self.batch_facts, self.cache_facts = batch_facts(config), cache_facts(config)
         self.embed = Embedding(config.vocab_size, share.of_channels(config))
         self.layers = cast("Iterable[Layer]", nn.ModuleList(Layer(config, role, share) for role in config.roles))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -82,7 +83,7 @@ class V41ForCausalLM(nn.Module):
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         """Logits [L, vocabulary] fp32 of the rows the batch asks for. Writes what later steps need into `cache`."""
         check_cache(batch, cache)
-        check_model(batch, self.config)
+        check_model(batch, cache, self.batch_facts, self.cache_facts)
         mention_kept(batch)
         step = plan_step(batch, cache, self.config.sliding_window, self.window_freqs, self.compressed_freqs)
         rows = side_by_side(self.embed(batch.tokens), self.share)  # [T, D]

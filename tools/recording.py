@@ -87,7 +87,8 @@ def run(
     progress: Progress = lambda: None,
 ) -> list[Step]:
     """Every step, with a slot for each request. Copying the logits to the host ends a step, so its time is whole."""
-    cache = Cache.zeros(config, len(requests), max(request.length for request in requests), device)
+    longest = max(request.length for request in requests)
+    cache = Cache.zeros(config, len(requests), max(longest - 1, 1), device)  # the last token is never read
     steps: list[Step] = []
     start = time.perf_counter()
     buckets = Buckets() if cache.device.type == "cuda" else None  # where nothing is captured, pads are wasted work

@@ -18,9 +18,9 @@ from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.errors import (
     ChunkLongerThanSlot,
-    ChunkOutOfTokens,
     LogitsAreNoNumbers,
     NoTemperature,
+    RequestWithoutPrompt,
     StepsWithoutRows,
 )
 from v41.model_def.generation import Request, generate, greedy, sampling, warm_up
@@ -195,5 +195,10 @@ def test_what_cannot_be_read_is_refused() -> None:
     cache = Cache.zeros(TINY, 1, 8)
     with pytest.raises(ChunkLongerThanSlot):
         list(generate(CountsUp(), TINY, cache, [Request.to_write([1] * 8, 4)], chunk=8))
-    with pytest.raises(ChunkOutOfTokens):
-        list(generate(CountsUp(), TINY, cache, [Request.to_write([], 4)], chunk=8))
+
+
+@pytest.mark.parametrize("make", [lambda: Request.to_write([], 3), lambda: Request.forced([1, 2, 3], 9),
+                                  lambda: Request.forced([1, 2], 0), lambda: Request([1, 2], 1, 1)])  # fmt: skip
+def test_a_request_without_a_prompt_is_refused(make: Any) -> None:
+    with pytest.raises(RequestWithoutPrompt, match="give a prompt of one token or more"):
+        make()
