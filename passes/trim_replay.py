@@ -35,6 +35,7 @@ from v41.report import Decision, applied, refused
 
 aten = ops.aten
 FUNCTIONAL = "writes inputs at its end alone"
+ALONE = "is run by one rank"  # a sum over ranks would have other rows too, and a seam would cut what reads it in two
 
 
 def trim_replay(gm: GraphModule, called: Mapping[str, str] | None = None) -> list[Decision]:
@@ -49,6 +50,9 @@ def trim(gm: GraphModule, kept: Kept) -> list[Decision]:
     early = written_early(gm)
     if early is not None:
         return [refused(early, FUNCTIONAL, early)]
+    spoken = next((node for node in gm.graph.nodes if effect_of(node) == "collective"), None)
+    if spoken is not None:
+        return [refused(spoken, ALONE, spoken)]
     read_sizes_of_inputs(gm)
     rows = opened(gm, kept)
     told = [refused(node, *problem) for node, problem in rows.problems.items()]
