@@ -22,13 +22,13 @@ from functools import cached_property
 
 from torch.fx import Node
 
-from v41.passes.analysis.plan_facts import START_AT, PlanFacts
+from v41.passes.analysis.plan_facts import PlanFacts
 from v41.passes.analysis.times import Times
-from v41.passes.buffers import buffers
-from v41.passes.side_work import Cone, find_cones, results_of
+from v41.passes.buffers import buffers_again
+from v41.passes.side_work import Cone, find_cones, with_early
 from v41.passes.split_piece import Part, split_piece
 from v41.passes.synchronise import synchronise
-from v41.plan import Buffer, Piece, Plan
+from v41.plan import Piece, Plan
 from v41.regions import Measure
 from v41.report import Decision, source_of
 
@@ -157,31 +157,14 @@ def _decision(site: Site, broken: tuple[str, Node] | None) -> Decision:
 def _with_sides(plan: Plan, sites: dict[int, Site]) -> Plan:
     """`plan` with `sites`, by the position of their pieces, on their streams."""
     early: dict[int, list[Piece]] = {}
-    for site in sites.values():
+    kept: dict[int, list[Piece]] = {}
+    for at, site in sites.items():
+        kept[at] = [site.rest] if site.rest else []
         if site.cone.kind == "early":
             early.setdefault(site.cone.ready, []).append(site.side)
-    pieces = early.pop(START_AT, [])
-    for at, piece in enumerate(plan.pieces):
-        if (found := sites.get(at)) is not None:
-            pieces += [found.rest] if found.rest else []
-            pieces += [found.side] if found.cone.kind == "late" else []
         else:
-            pieces.append(piece)
-        pieces += early.get(at, [])
+            kept[at].append(site.side)
+    pieces = with_early(plan, kept, early)
     specs = {name: told for site in sites.values() for name, told in site.split[2].items()}
     made = replace(plan, pieces=tuple(pieces), values=plan.values | specs, events=())
-    return synchronise(replace(made, buffers=_buffers(made)))
-
-
-def _buffers(plan: Plan) -> dict[str, Buffer]:
-    """Those of `plan`, whose pieces have changed."""
-    values: dict[str, object] = {}
-    for piece in plan.pieces:
-        inputs = piece.body.graph.find_nodes(op="placeholder")
-        nodes = zip((*piece.reads, *piece.returns), (*inputs, *results_of(piece.body)), strict=True)
-        values |= {name: node.meta.get("val") for name, node in nodes}
-    unread = {name: buffer for name, buffer in plan.buffers.items() if name in plan.inputs and name not in values}
-    return buffers(plan, values) | {
-        name: replace(buffer, dies=START_AT if name not in plan.outputs else len(plan.pieces))
-        for name, buffer in unread.items()
-    }
+    return synchronise(replace(made, buffers=buffers_again(made)))

@@ -43,6 +43,19 @@ def buffers(plan: Plan, values: Mapping[str, object]) -> dict[str, Buffer]:
     }
 
 
+def buffers_again(plan: Plan) -> dict[str, Buffer]:
+    """Those of `plan`, whose pieces have other places or parts since it got the ones it has."""
+    values: dict[str, object] = {}
+    for piece in plan.pieces:
+        (results,) = piece.body.graph.output_node().args
+        nodes = (*piece.body.graph.find_nodes(op="placeholder"), *results)  # type: ignore[misc]
+        pairs = zip((*piece.reads, *piece.returns), nodes, strict=True)
+        values |= {name: node.meta.get("val") for name, node in pairs}
+    unread = {name: buffer for name, buffer in plan.buffers.items() if name in plan.inputs and name not in values}
+    ends = {name: len(plan.pieces) if name in plan.outputs else START_AT for name in unread}
+    return buffers(plan, values) | {name: replace(buffer, dies=ends[name]) for name, buffer in unread.items()}
+
+
 def _changes(value: Tensor) -> bool:
     return any(isinstance(size, SymInt) for size in value.shape)
 

@@ -12,7 +12,7 @@ opened; where its kind is in PARTS, each half becomes a region again, so that ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import getitem
@@ -26,7 +26,7 @@ from v41.passes.analysis.counts import computes
 from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.plan_facts import START_AT, PlanFacts
 from v41.passes.partition import copied_nodes
-from v41.plan import Piece
+from v41.plan import Piece, Plan
 from v41.regions import inline, invoke_subgraph, is_region, outline, region_of
 
 PARTS = {"mhc_boundary": ("mhc_critical", "mhc_coefficients")}  # kind of a region -> those of its halves
@@ -132,6 +132,17 @@ class Finder:
                 if any(arg in moving for arg in node.all_input_nodes):
                     moving.add(node)
         return ready, moving
+
+
+def with_early(plan: Plan, kept: Mapping[int, Sequence[Piece]], early: Mapping[int, Sequence[Piece]]) -> list[Piece]:
+    """Pieces of `plan` with those of `early` behind the positions they are at, and at each position those that are
+    `kept` instead of its own. What is there from the start comes behind checks of sizes."""
+    pieces, started = list[Piece](), False
+    for at, piece in enumerate(plan.pieces):
+        if not started and (piece.returns or piece.writes):
+            pieces, started = [*pieces, *early.get(START_AT, ())], True
+        pieces += [*kept.get(at, [piece]), *early.get(at, ())]
+    return pieces
 
 
 def results_of(body: GraphModule) -> list[Node]:

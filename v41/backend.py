@@ -43,10 +43,11 @@ from v41.passes.open_reduced import open_reduced
 from v41.passes.open_shared import open_shared
 from v41.passes.partition import partition
 from v41.passes.pipeline import ALONG, CUT_AT, PIPELINE, ROW_KERNELS, run_pipeline, text_of
+from v41.passes.prefetch_engram import prefetch_engram
 from v41.passes.side_work import HALVES
 from v41.plan import Plan
 from v41.regions import REDUCED, cuts, region_of, regions
-from v41.report import Captures, CompileReport, programs_wanted, publish, source_of
+from v41.report import Captures, CompileReport, PassRun, programs_wanted, publish, source_of
 from v41.runtime.capture import CudaGraphs, Graphs
 from v41.runtime.executor import Artifact, Run, eager_artifact, executor
 from v41.runtime.replay import Replayer
@@ -152,6 +153,10 @@ def build(
         report.options["all-reduce"] = (how, f"no kernel adds up over ranks with codegen {order[0]}")
     open_shared(program, cut_at)
     plan = partition(program, cut_at=cut_at, along=ALONG, called=called)
+    plan, early = prefetch_engram(plan)
+    if early:
+        nodes = len(program.graph.nodes)
+        report.passes.append(PassRun("prefetch_engram", early, nodes, nodes, 0.0))
     plan = replace(plan, rebuilt=tuple(sorted(outputs_rebuilt_from_inputs(len(plan.outputs)))))
     groups, collectives = spoken(program)
     plan = replace(plan, groups=groups, collectives=collectives)
