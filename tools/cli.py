@@ -207,7 +207,9 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     program = cases.add_parser("program", help="whole steps: v41 against eager and the modes of torch.compile")
     add_program(program)
     add_overlap(overlap := cases.add_parser("overlap", help="decode steps with side streams against one stream"))
-    for case in (boundary, rowwise, attention, index, allreduce, experts, agreement, capacity, program, overlap):
+    add_prefill(prefill := cases.add_parser("prefill", help="prompts with late layers on all rows, and on those read"))
+    made = (boundary, rowwise, attention, index, allreduce, experts, agreement, capacity, program, overlap, prefill)
+    for case in made:
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
 
@@ -286,6 +288,20 @@ def add_program(command: argparse.ArgumentParser) -> None:
     command.add_argument("--contenders", choices=[*default, "max-autotune"], nargs="+", default=default, metavar="NAME",
                          help=f"{spaced(default)} (these), max-autotune")  # fmt: skip
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how v41's pieces run (auto)")
+    command.add_argument("--budget", type=float, default=480, help="seconds after which nothing starts (480)")
+    command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: all but the times (cuda)")
+
+
+def add_prefill(command: argparse.ArgumentParser) -> None:
+    tokens, contenders = [1024, 2048, 4096, 8192, 16384, 32768, 65536], ["off", "halo", "replay", "graphs"]
+    command.add_argument("--preset", default="bench", metavar="NAME", help=f"{PRESETS} (bench)")
+    command.add_argument("--cut", action="store_true", help="four layers of it, one of each kind")
+    command.add_argument("--tokens", type=positive, nargs="+", default=tokens, metavar="N",
+                         help=f"of prompts ({spaced(tokens)})")  # fmt: skip
+    command.add_argument("--chunk", type=positive, default=8192, metavar="N", help="rows of a step that reads (8192)")
+    command.add_argument("--contenders", choices=contenders, nargs="+", default=contenders, metavar="NAME",
+                         help=f"some of {spaced(contenders)} (all)")  # fmt: skip
+    command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
     command.add_argument("--budget", type=float, default=480, help="seconds after which nothing starts (480)")
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: all but the times (cuda)")
 

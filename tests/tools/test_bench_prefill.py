@@ -1,0 +1,51 @@
+"""`v41 bench prefill` keeps what it measured, and runs all but its times on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
+from v41.tools.bench.prefill import DECODING, cases_of, line, ratios, switched
+from v41.tools.cli import main
+
+
+def test_cases_are_prompts_in_chunks_and_one_mixed_step() -> None:
+    one, two, mixed = cases_of(V41Config.preset("tiny"), [100, 40], 64)
+    assert [[chunk.rows for chunk in step] for step in one.steps] == [[40]]
+    assert [[chunk.rows for chunk in step] for step in two.steps] == [[64], [36]]
+    assert [[chunk.rows for chunk in step] for step in mixed.steps] == [[32, 32, *[1] * (DECODING - 1)]]
+    assert len({chunk.slot for chunk in mixed.steps[0]}) == DECODING + 1
+
+
+def test_a_switched_model_has_other_late_layers_and_comes_back() -> None:
+    model = V41ForCausalLM.random(V41Config.preset("tiny"))
+    with switched(model, "after_source"):
+        assert [layer.attn.late for layer in model.layers] == [False] * 4 + [True] * 2
+        assert model.config.swa_bounded_replay == "after_source"
+    assert not any(layer.attn.late for layer in model.layers) and model.config.swa_bounded_replay == "off"
+
+
+def test_ratios_are_of_the_contender_without_trimming() -> None:
+    of = {"case": "1 x 8", "kept": [1], "rows": [8]}
+    records = [{"contender": "off", "us": 10.0, **of}, {"contender": "halo", "us": 5.0, **of}]
+    records += [{"contender": "graphs", "error": "left out: no time", "case": "1 x 8"}]
+    assert ratios(records) == {"1 x 8": {"off": 1.0, "halo": 0.5}}
+    assert line(records[1]) == "halo  1 x 8: 5.0 us  kept 1 of 8 rows" and "no time" in line(records[2])
+
+
+@pytest.mark.slow
+def test_all_but_the_times_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "prefill.json"
+    arguments = ["--preset", "tiny", "--tokens", "100", "--chunk", "128", "--codegen", "eager", "--device", "cpu"]
+    assert main(["bench", "prefill", *arguments, "--out", str(out)]) == 0
+    records = json.loads(out.read_text())["records"]
+    assert {(r["contender"], r["case"].split()[0]) for r in records} == {
+        (name, case) for name in ("off", "halo", "replay", "graphs") for case in "12"
+    }
+    assert all(record["kl"] == 0 for record in records)
+    kept = {record["contender"]: record["kept"] for record in records if record["case"] == "1 x 100"}
+    assert kept["replay"] == kept["graphs"] <= kept["halo"] == kept["off"]

@@ -1,0 +1,210 @@
+"""bench prefill: prompts read in chunks on this GPU, with late layers on all rows and on those read, in one run.
+
+    off        replay off, trim_replay switched off: every layer runs on every row; the others are measured against it
+    halo       replay off: late layers run on the rows that the exact result needs
+    replay     bounded replay (after_source), nothing captured
+    graphs     bounded replay, segments captured
+
+A case is a prompt of so many tokens in chunks, or several requests in one step: some read, some decode. us is the time
+of all its steps, CUDA events around them, median; kept is how many rows late layers run on, of how many. The result of
+each is compared with eager's under the same switch where the first chunk is the whole prompt: kl. A contender that
+fails is a record with its error. The JSON is written after every record.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from v41.errors import BenchNeedsGPU
+from v41.model_def.batch import Batch, Chunk, build_batch
+from v41.model_def.buckets import Buckets
+from v41.model_def.cache import Cache
+from v41.model_def.chunk import is_late
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
+from v41.tools.bench import timing
+from v41.tools.bench.program_cases import cut, token_ids
+from v41.tools.tables import add, table
+
+CONTENDERS: dict[str, tuple[str, dict[str, Any], str]] = {  # replay, options, passes that are switched off
+    "off": ("off", {"cache": False}, "trim_replay"),  # the store knows no switched-off passes
+    "halo": ("off", {}, ""),
+    "replay": ("after_source", {"capture": "off"}, ""),
+    "graphs": ("after_source", {}, ""),
+}
+WARM, FEWEST, MOST, SECONDS = (
+    3,
+    3,
+    20,
+    1.0,
+)  # passes before the first that counts; a time is the median of those that fit
+DECODING = 8  # requests that decode beside one that reads
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps one after another, and the chunks of each."""
+
+    name: str
+    tokens: int
+    steps: tuple[tuple[Chunk, ...], ...]
+
+
+def bench_command(arguments: Namespace) -> int:
+    """What `v41 bench prefill` does; 1 where a contender failed or its result is not eager's."""
+    timed = arguments.device != "cpu"
+    if timed and not torch.cuda.is_available():
+        raise BenchNeedsGPU("v41 bench prefill", found="torch sees none; --device cpu tries all but the times")
+    started, device = time.perf_counter(), "cuda" if timed else "cpu"
+    config = V41Config.preset(arguments.preset)
+    config = cut(config) if arguments.cut else config
+    model = V41ForCausalLM.random(config, 0, device).eval().requires_grad_(False)
+    cases = cases_of(config, arguments.tokens, arguments.chunk)
+    cache = Cache.zeros(config, DECODING + 1, max(case.tokens for case in cases), device)
+    result = {
+        "case": "prefill", **timing.provenance(),
+        "model": f"preset {arguments.preset}{', cut' if arguments.cut else ''}",
+        "layers": config.num_hidden_layers, "chunk": arguments.chunk, "codegen": arguments.codegen,
+        "records": list[Record](),
+    }  # fmt: skip
+    for name in arguments.contenders:
+        replay, options, without = CONTENDERS[name]
+        with switched(model, replay), torch._inductor.config.patch(disabled_passes=without):
+            torch.compiler.reset()
+            options = {"codegen": arguments.codegen, **options}
+            compiled = torch.compile(model, backend="v41", fullgraph=True, options=options)
+            for case in cases:
+                late = time.perf_counter() - started > arguments.budget
+                record = {"contender": name, "case": case.name, "tokens": case.tokens}
+                record |= {"error": "left out: no time"} if late else attempt(compiled, model, case, cache, timed)
+                result["records"].append(record)
+                result["ratios"] = ratios(result["records"])
+                path = timing.save(result, arguments.out)
+                print(line(record), flush=True)
+            del compiled
+            gc.collect()
+    Console(width=160).print(overview(result["records"]))
+    print(f"written to {path}")
+    return 0 if all("error" not in record and record.get("kl", 0) <= 0.02 for record in result["records"]) else 1
+
+
+def cases_of(config: V41Config, tokens: Sequence[int], chunk: int) -> list[Case]:
+    """Prompts of `tokens` alone, the shortest first, and one step of two that read beside some that decode."""
+    ids = token_ids(config, max([*tokens, 2 * DECODING]))
+    cases = []
+    for count in sorted(tokens):
+        bounds = [*range(0, count, chunk), count]
+        steps = tuple((Chunk(ids, a, 0, b),) for a, b in pairwise(bounds))
+        cases.append(Case(f"1 x {count}", count, steps))
+    part = min(chunk // 2, max(tokens) // 2)
+    mixed = [Chunk(ids, 0, 0, part), Chunk(ids, 0, 1, part)]
+    mixed += [Chunk(ids, 2 * slot, slot, 2 * slot + 1) for slot in range(2, DECODING + 1)]
+    return [*cases, Case(f"2 x {part} and {DECODING - 1} that decode", 2 * part, (tuple(mixed),))]
+
+
+@contextmanager
+def switched(model: V41ForCausalLM, replay: str) -> Iterator[None]:
+    """The same weights with bounded replay set so."""
+    before = model.config
+    for config in (before.replace(swa_bounded_replay=replay), before):
+        model.config = config
+        for number, layer in enumerate(model.layers):
+            layer.attn.late = is_late(config, number)
+        if config is not before:
+            yield
+
+
+def attempt(compiled: Any, model: V41ForCausalLM, case: Case, cache: Cache, timed: bool) -> Record:
+    """Everything measured of one case, or the error."""
+    started = time.perf_counter()
+    try:
+        with torch.no_grad():
+            found = measure(compiled, model, case, cache, timed)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        found = {"error": f"{type(error).__name__}: {' | '.join(lines[:4])[:600]}"}
+    return {**found, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def measure(compiled: Any, model: V41ForCausalLM, case: Case, cache: Cache, timed: bool) -> Record:
+    batches = [build_batch(model.config, cache, step, buckets=Buckets()) for step in case.steps]
+    found: Record = {"kept": [len(each.kept_rows) for each in batches], "rows": [len(each.tokens) for each in batches]}
+    logits = run(compiled, batches, cache)
+    if len(batches) == 1:
+        count = len(batches[0].host.logits)
+        found["kl"] = kl(model(batches[0], cache)[:count], logits[:count])
+    for _ in range(WARM if timed else 1):
+        run(compiled, batches, cache)
+    return found | ({"us": median_us(lambda: run(compiled, batches, cache))} if timed else {})
+
+
+def run(compiled: Any, batches: Sequence[Batch], cache: Cache) -> torch.Tensor:
+    for batch in batches:
+        logits = compiled(batch, cache)
+    return logits
+
+
+def kl(eager: torch.Tensor, compiled: torch.Tensor) -> float:
+    """The largest of all rows."""
+    p, q = eager.double().log_softmax(-1), compiled.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).max())
+
+
+def median_us(call: Callable[[], object]) -> float:
+    """µs of a call, from the device's events, the host's work before the first kernel included."""
+    found: list[float] = []
+    while len(found) < FEWEST or (sum(found) < SECONDS * 1e6 and len(found) < MOST):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(end) * 1000)
+    return round(statistics.median(found), 1)
+
+
+def ratios(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """case -> contender -> its time by that of "off"."""
+    off = {record["case"]: record["us"] for record in records if record["contender"] == "off" and "us" in record}
+    found: dict[str, dict[str, float]] = {}
+    for record in records:
+        if "us" in record and record["case"] in off:
+            found.setdefault(record["case"], {})[record["contender"]] = round(record["us"] / off[record["case"]], 3)
+    return found
+
+
+def line(record: Record) -> str:
+    told = (
+        record.get("error") or f"{record.get('us', '-')} us  kept {sum(record['kept'])} of {sum(record['rows'])} rows"
+    )
+    return f"{record['contender']}  {record['case']}: {told}"
+
+
+def overview(records: Sequence[Record]) -> Any:
+    """A row a case: rows that late layers run on, ms of each contender, and what it is of "off"."""
+    names = list(dict.fromkeys(record["contender"] for record in records))
+    made, by = (
+        table("case", "rows", "kept", *(f"{name} ms" for name in names), *(f"{n} / off" for n in names)),
+        ratios(records),
+    )
+    for case in dict.fromkeys(record["case"] for record in records):
+        of = {record["contender"]: record for record in records if record["case"] == case}
+        last: Record = next(
+            (of[name] for name in reversed(names) if "kept" in of.get(name, {})), {"kept": [], "rows": []}
+        )
+        times = [f"{of[n]['us'] / 1000:.1f}" if "us" in of.get(n, {}) else None for n in names]
+        add(made, case, sum(last["rows"]), sum(last["kept"]), *times, *(by.get(case, {}).get(name) for name in names))
+    return made
