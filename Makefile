@@ -2,6 +2,7 @@
 #   make demo       the small model reads and writes text, compiled, checked against eager
 #   make test       lint, types, import rules, tests          make test-2.11   the tests on the oldest torch
 #   make nightly    long property runs, others' models        make mutation    guards of passes broken, one by one
+#   make docs       a reference page for each part, from docstrings, into docs/reference
 #   make clean      removes what the others made
 SHELL := bash
 PYTHON ?= python3
@@ -16,7 +17,7 @@ BIN_211 := .venv-2.11/bin
 FOLDERS := v41 model_def passes lowering runtime tools tests
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: demo test lint nightly mutation test-2.11 clean
+.PHONY: demo test lint nightly mutation test-2.11 docs clean
 
 demo: .venv/installed
 	@$(BIN)/v41 generate --compare-eager
@@ -33,6 +34,9 @@ mutation: .venv/installed
 
 test-2.11: .venv-2.11/installed
 	$(BIN_211)/python $(PYTEST) -m "not slow"
+
+docs: .venv/installed
+	$(BIN)/python -m v41.tools.reference docs/reference
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -18,6 +18,11 @@ from typing import Any
 
 Number = int | Fraction
 
+
+def _no_formula(text: str) -> Number:
+    raise ValueError(f"no formula: {text!r}")
+
+
 OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -25,7 +30,7 @@ OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Div: lambda a, b: Fraction(a) / b,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+    ast.Pow: lambda a, b: operator.pow(a, b) if b in range(9) else _no_formula(f"{a}**{b}"),
     ast.USub: operator.neg,
 }
 CALLS: dict[str, Callable[..., Any]] = {
@@ -68,4 +73,4 @@ def _value(node: ast.AST, symbols: Mapping[str, int]) -> Number:
             return OPERATIONS[type(op)](_value(left, symbols), _value(right, symbols))
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=arguments) if name in CALLS:
             return CALLS[name](*(_value(each, symbols) for each in arguments))
-    raise ValueError(f"no formula: {ast.unparse(node)!r}")
+    return _no_formula(ast.unparse(node))

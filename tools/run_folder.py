@@ -36,6 +36,18 @@ from v41.tools.saved_passes import run_from
 from v41.tools.wiring import wiring
 
 SCHEMA = schema("run")  # of all files of the folder
+# what reading a file of anybody's may raise
+FAULTS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RecursionError,
+    PlanUnreadable,
+    ModelError,
+)
 MAIN = "run.json"
 
 
@@ -188,7 +200,7 @@ def _read(path: Path, made: Callable[[dict[str, Any]], Any]) -> Any:
         if facts["schema"] != SCHEMA:
             raise ValueError(f"its schema is {facts['schema']!r}, and this v41 reads {SCHEMA!r}")
         return made(facts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, PlanUnreadable, ModelError) as error:
+    except FAULTS as error:
         first = str(error).splitlines()[0] if str(error) else ""
         raise RunUnreadable(path, reason=f"{type(error).__name__}: {first}") from error
 

@@ -139,8 +139,9 @@ def test_a_damaged_run_is_refused_with_its_file(damage: str, folder: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["plan.json", "nodes.json", MAIN])
-def test_half_a_file_is_refused(name: str, folder: Path) -> None:
-    (folder / name).write_text((folder / name).read_text()[:200])
+@pytest.mark.parametrize("text", [None, "", "[]", "3", "null", "[" * 200_000], ids=["half", *"abcd", "deep"])
+def test_half_a_file_or_another_is_refused(text: str | None, name: str, folder: Path) -> None:
+    (folder / name).write_text((folder / name).read_text()[:200] if text is None else text)
     with pytest.raises(RunUnreadable):
         assert load(folder).nodes
 
