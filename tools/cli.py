@@ -85,6 +85,8 @@ def add_source(command: argparse.ArgumentParser, *, position: bool = True) -> No
 
 def add_layers(command: argparse.ArgumentParser) -> None:
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of a preset or checkpoint")
+    told = "as one of N processes that share a preset or checkpoint runs it (1)"
+    command.add_argument("--ranks", type=positive, default=1, metavar="N", help=told)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:

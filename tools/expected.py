@@ -19,11 +19,12 @@ from v41.report import PassRun
 from v41.tools.tables import add, table
 
 
-def regions_expected(config: V41Config, ranks: int = 1) -> dict[str, int]:
+def regions_expected(config: V41Config, *, shared: bool = False) -> dict[str, int]:
     """Of every layer a gate, experts, attention with its output projection, and the norms of queries and window keys.
 
     A KV source norms its index keys; it pools its latents, or norms them where each token is an entry. A single
-    iteration of Sinkhorn is no loop. Of several ranks, each sublayer's output is summed in front of what reads it.
+    iteration of Sinkhorn is no loop. Where ranks share the model, each sublayer's output is summed in front of what
+    reads it.
     """
     sites, layers = config.boundary_sites(), config.num_hidden_layers
     sources = config.kv_source_layer_ids
@@ -42,7 +43,7 @@ def regions_expected(config: V41Config, ranks: int = 1) -> dict[str, int]:
         "compressor": pooled,
         "norm_quantise": 2 * layers + 2 * len(sources) - pooled,
     }
-    if ranks > 1:
+    if shared:
         fused = {"seam": sites.seams, "post": sites.after_engram, "exit": sites.exit}
         expected |= {f"{REDUCED} {form}": count for form, count in fused.items()}
     return {name: count for name, count in expected.items() if count}

@@ -34,9 +34,12 @@ def show_all(console: Console, outcome: Outcome) -> None:
     heading(console, "what the compiler did")
     show(console, outcome.reports)
     console.print()
-    console.print(
-        regions_table(regions_found(passes_of(outcome)), regions_expected(outcome.config, outcome.share.world))
-    )
+    console.print(regions_table(regions_found(passes_of(outcome)), by_config(outcome)))
+
+
+def by_config(outcome: Outcome) -> dict[str, int]:
+    """The regions that the config asks for."""
+    return regions_expected(outcome.config, shared=outcome.share.world > 1)
 
 
 def heading(console: Console, text: str) -> None:
@@ -138,7 +141,7 @@ def values(outcome: Outcome) -> dict[str, Any]:
         "steps": [{"rows": step.rows, "seconds": step.seconds} for step in outcome.made.steps],
         "holds": outcome.holds,
         "agreement": {seed: agreement_values(agreement) for seed, (agreement, _) in outcome.agreements.items()},
-        "regions": regions_values(passes_of(outcome), regions_expected(outcome.config, outcome.share.world)),
+        "regions": regions_values(passes_of(outcome), by_config(outcome)),
         "graphs": as_json(outcome.reports),
     }
 

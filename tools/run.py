@@ -49,7 +49,8 @@ class Run:
     @property
     def by_config(self) -> dict[str, int] | None:
         """The regions that the config asks for; None where there is no config."""
-        return regions_expected(self.config) if self.config is not None else None
+        shared = bool(self.plan.groups)
+        return regions_expected(self.config, shared=shared) if self.config is not None else None
 
     @cached_property
     def layer_of(self) -> dict[str, int | None]:

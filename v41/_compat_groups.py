@@ -7,11 +7,14 @@ and writing it needs no order among the ranks.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+ALL = "0"  # torch's name of the group of all
 FAKE = "fake"  # the backend of a group with one process in it, for tracing
 
 
@@ -37,6 +40,18 @@ def store_of(group: str) -> tuple[dist.Store, int, int]:
     assert found is not None, group
     store = dist.PrefixStore("v41", distributed_c10d._get_process_group_store(found))
     return store, found.rank(), found.size()
+
+
+@contextlib.contextmanager
+def pretended(ranks: int) -> Iterator[None]:
+    """This process as rank 0 of so many, of which there are no others: programs can be traced, and sums mean nothing.
+    Their group is ALL."""
+    dist.init_process_group(FAKE, store=FakeStore(), rank=0, world_size=ranks)
+    assert ranks_of(ALL) == ranks
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _resolved(group: object) -> dist.ProcessGroup | None:

@@ -29,7 +29,7 @@ from v41.passes.structure import structure_key
 from v41.regions import REDUCED, behind_sum, body_of, flatten, invoke_subgraph, neighbour_of, region_of, regions
 from v41.report import Decision
 
-FEWER = settings(max_examples=settings.default.max_examples // 4, phases=[Phase.generate])
+FEWER = settings(max_examples=settings.default.max_examples // 6, phases=[Phase.generate])
 FEW = settings(max_examples=settings.default.max_examples // 12, phases=[Phase.generate])  # a stack takes a second
 MIXED = Norms((Sum("in fp32", "the sum"), Sum("in place"), Sum("through a view")))
 STACK = Reduced(sites=3, engrams=(2,), sums=(Sum(), Sum("in fp32", "the sum"), Sum("in place")))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.conftest import ROOT
@@ -18,6 +19,7 @@ from tests.model_def.test_parallel import FOUR, as_bytes
 from v41.model_def.checkpoint import slots
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import WHOLE, Share, split_dimension
+from v41.tools.cli import main
 from v41.tools.expected import regions_expected
 from v41.tools.inspect import first_layers
 from v41.tools.ranks import joined, own_device, random_model
@@ -53,7 +55,7 @@ def test_each_process_takes_a_device_of_its_own_unless_one_is_named(monkeypatch:
 
 
 def test_a_config_asks_for_a_sum_in_front_of_each_boundary() -> None:
-    alone, shared = regions_expected(FOUR), regions_expected(FOUR, 4)
+    alone, shared = regions_expected(FOUR), regions_expected(FOUR, shared=True)
     fused = {name: shared[name] for name in shared.keys() - alone.keys()}
     assert sum(fused.values()) == 2 * FOUR.num_hidden_layers and alone.items() <= shared.items()
 
@@ -67,3 +69,14 @@ def test_two_processes_generate_what_eager_does(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
     assert "shared by 2 ranks" in run.stdout and told["regions"]["found"] == told["regions"]["by_config"]
+
+
+@pytest.mark.slow
+def test_a_preset_is_inspected_as_one_of_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """All sums are fused, which the config asks for; nothing of the group stays behind."""
+    assert main(["inspect", "tiny", "--layers", "1", "--ranks", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["source"] == "preset tiny, 1 layers, one of 2 ranks"
+    assert told["regions"]["found"]["all_reduce_boundary seam"] == 1
+    assert told["regions"]["found"] == told["regions"]["by_config"]
+    assert not dist.is_initialized()

@@ -15,9 +15,11 @@ from tests.model_def.test_parallel import FOUR, logits_of
 from tests.strategies.ranks import ranks
 from tests.v41.rank_processes import run_ranks
 from tests.v41.test_artifact_key import key
+from v41 import backend
 from v41.model_def.checkpoint import save_checkpoint
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import Share
+from v41.regions import REDUCED
 from v41.report import CompileReport, collect
 from v41.tools.inspect import first_layers
 
@@ -25,7 +27,10 @@ c10d = torch.ops._c10d_functional
 slow = pytest.mark.slow
 
 
-def compiled_logits(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+def compiled_logits(folder: Path, options: dict[str, Any], own: bool = False) -> dict[str, Any]:
+    """own: fused sums are pieces of their own, as where a kernel adds up, and run their nodes."""
+    if own:
+        backend.CUT_AT = (*backend.CUT_AT, REDUCED)
     model = V41ForCausalLM.from_checkpoint(folder, share=Share.of_group(dist.group.WORLD))
     expected = logits_of(model)
     with collect() as reports:
@@ -38,7 +43,7 @@ def told(reports: list[CompileReport]) -> dict[str, Any]:
     (run,) = (run for run in report.passes if run.name == "fuse_all_reduce")
     assert report.plan is not None and all(each.failure is None for each in report.passes)
     return {
-        "all-reduce": report.options["all-reduce"],
+        "all-reduce": report.options.get("all-reduce"),
         "ranks": report.options["ranks"],
         "made": run.made,
         "refused": run.refused,
@@ -81,16 +86,20 @@ def test_ranks_of_a_whole_model_compile_to_eagers_bits(world: int, tmp_path: Pat
 
 
 @slow
-def test_ranks_compile_through_inductor(tmp_path: Path) -> None:
-    """Collectives lie in pieces that Inductor compiles, and each rank has the same bits. Its own may differ from
-    eager's in the last."""
+@pytest.mark.parametrize(("codegen", "own"), [("inductor", False), ("inductor", True), ("eager", True)])
+def test_collectives_run_in_pieces_of_any_kind(codegen: str, own: bool, tmp_path: Path) -> None:
+    """Each rank has the same bits, with codegen eager those of eager; a fused sum is told apart from a loose one."""
     config = first_layers(QUICK, 1)
     save_checkpoint(V41ForCausalLM.random(config, seed=1), tmp_path)
-    made = run_ranks(compiled_logits, tmp_path, 2, tmp_path, {"codegen": "inductor", "cache": False})
+    made = run_ranks(compiled_logits, tmp_path, 2, tmp_path, {"codegen": codegen, "cache": False}, own)
     for each in made:
         assert not isinstance(each, RuntimeError), each
         assert torch.equal(each["found"], made[0]["found"]) and not each["told"]["fallbacks"]
         assert torch.allclose(each["found"], each["expected"], atol=1e-2)
+        assert codegen != "eager" or torch.equal(each["found"], each["expected"])
+        sums = [line for line in each["told"]["collectives"] if line.startswith("all_reduce")]
+        assert [f", in {REDUCED}" in line for line in sums] == [own, own]
+        assert each["told"]["borders"].count(f"region {REDUCED}") == 2 * own
 
 
 # ---- ranks whose programs differ
@@ -134,6 +143,7 @@ def test_ranks_whose_programs_differ_hear_it_before_the_first_step(what: str, tm
         assert ("nothing more" in str(each)) is (what == "more")
 
 
+@slow
 def test_a_constant_of_a_rank_is_no_difference(tmp_path: Path) -> None:
     first, second = run_ranks(run_step, tmp_path, 2, "other work", seconds=60)
     assert torch.equal(first, torch.full((4, 8), 6.0)) and torch.equal(first, second)
