@@ -16,9 +16,10 @@ from torch import Tensor
 from v41.lowering.rowwise.launch import Kernel
 from v41.lowering.templates.index_scores.form import Form
 from v41.lowering.templates.index_scores.text import MOST_TURNS, SHARED
-from v41.lowering.templates.topk.launch import BUSY, Step, run_steps, selection
+from v41.lowering.templates.topk.launch import Step, run_steps, selection
 
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
+BUSY = 264  # programs that fill a GPU
 HOPPER = 9  # the compute capability that multiplies bf16 in pairs
 SCORES = 11  # the place of the scores among the arguments of the first launch
 
