@@ -68,6 +68,22 @@ def ragged(x: Tensor, r: Tensor) -> Tensor:
     return (x @ r.T) @ r
 
 
+def test_kept_rows_are_work_of_their_own_and_taking_them_lies_between() -> None:
+    def step(x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, z = much(x), much(much(k) + 1)
+        return y, z, much(z + much(ragged(y, k)).sum(0))
+
+    gm = trace(step, X, R, sizes=("rows", "last 3"))
+    plan = partition(gm, along="rows")
+    check_plan(plan)
+    check_borders(plan)
+    check_plan_runs(gm, plan)
+    found = [names for border, names in told(plan)]
+    assert found[:2] == [("rows",), ("last 3",)] and ("last 3", "rows") in [tuple(sorted(names)) for names in found]
+    assert told(plan)[1][0] == "end of rows"
+    assert [each for each in partition(gm).pieces] != list(plan.pieces)
+
+
 def test_work_with_other_sizes_is_a_piece() -> None:
     plan = planned(lambda x, r, cache: much(ragged(much(x), r)))
     assert told(plan) == [

@@ -32,6 +32,7 @@ from tests.strategies.rows import (
     step,
 )
 from tests.strategies.rows import Step as Inputs
+from tests.strategies.tracing import trace
 from v41.passes import replay_edit, replay_rows, trim_replay
 from v41.passes.analysis.rows import Demand, Ragged
 from v41.passes.analysis.sizes import symbols_in
@@ -149,6 +150,28 @@ def test_what_mixes_rows_is_named(name: str) -> None:
     check_same(whole, gm, given, given)
 
 
+def read_by_all(positions: Tensor, kept_rows: Tensor, kept_longest: Tensor) -> tuple[Tensor, ...]:
+    return positions + 1, kept_rows + 1, kept_longest + 1
+
+
+@pytest.mark.parametrize(
+    ("size", "names", "last"),
+    [
+        ("last 5", ("positions", "kept_rows", "kept_longest"), 5),
+        ("rows that are kept", ("positions", "kept_rows", "kept_longest"), None),  # of another number each step
+        ("last 5", ("positions", "tokens", "kept_longest"), None),
+        ("last 5", ("starts", "kept_rows", "kept_longest"), None),
+    ],
+)
+def test_what_a_batch_promises_is_told_by_names(size: str, names: tuple[str, ...], last: int | None) -> None:
+    gm = trace(read_by_all, *(torch.arange(3) for _ in range(3)), sizes=("rows", size, "longest kept"))
+    tensors = [node for node in gm.graph.nodes if node.op == "placeholder" and isinstance(node.meta["val"], Tensor)]
+    called = {node.name: f"batch.{name}" for node, name in zip(tensors, names, strict=True)}
+    kept = replay_rows.kept_rows(gm, called)
+    assert (kept and kept.last) == last
+    assert trim_replay.trim_replay(gm) == [] == trim_replay.trim_replay(gm, called)
+
+
 def test_a_second_run_finds_nothing_and_names_do_not_matter() -> None:
     program = ["norm", "cache", "window", "experts", "by request", "ring", "gelu"]
     _, gm, _ = trimmed(program, 9)
@@ -209,10 +232,18 @@ def place_as_it_was(editor: replay_edit.Editor, rows: Node) -> Node:
     return editor._once(("place of", rows), torch.ops.aten.clamp_max.default, (rows, editor._last_row), rows)
 
 
+def unsorted(nodes: list[Node], needs: object, key: Any) -> list[Node]:
+    return sorted(nodes, key=key)
+
+
 COVERS = Kept.covers
+NEVER = staticmethod(lambda *_: None)
 INPUTS = step([(0, 12), (4, 9), (1, 1)], last=5, more=2)
 WRONG: dict[str, tuple[Program, int, tuple[Any, str, Any]]] = {
     "one row fewer is enough": (["window"], WINDOW - 1, (Kept, "covers", covers_one_row_more)),
+    "rows are numbered from 0": (["window"], 5, (LateRows, "_counts_rows", lambda rows, node: False)),
+    "any operand has rows to take": (["row behind", "norm"], 5, (LateRows, "_operand_problem", NEVER)),
+    "a write does not wait for reads": (["window above a floor", "product"], 5, (replay_edit, "_sorted", unsorted)),
     "a window counts rows as before": (["window"], 5, (replay_edit.Editor, "_place", place_as_it_was)),
     "logits count rows as before": (["gelu"], 5, (replay_edit.Editor, "_place", place_as_it_was)),
     "columns are those of all rows": (
@@ -250,7 +281,8 @@ def noticed(program: Program, last: int) -> bool:
     try:
         whole, gm, _ = trimmed(program, last)
         given = step([(0, 12), (4, 9), (1, 1)], last=last, more=2)
-        check_same(whole, gm, given, poisoned(given) if "cache" not in program else given)
+        keeps_apart = not MIXES.keys() & {*program} and "cache" not in program
+        check_same(whole, gm, given, poisoned(given) if keeps_apart else given)
     except Exception:
         return True
     return False

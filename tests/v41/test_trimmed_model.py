@@ -1,0 +1,193 @@
+"""The plain model trimmed: logits and live slots have eager's bits in any step, captured or not, with each switch.
+
+A step mixes chunks of 0 to 255 rows, decode steps, requests whose logits are all returned, and prefix hits.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import v41
+from tests.cpu_graphs import record_captures
+from tests.golden_data import Golden, golden  # noqa: F401 (a fixture)
+from tests.strategies.batches import poisoned
+from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.buckets import Buckets
+from v41.model_def.cache import Cache
+from v41.model_def.chunk import kept_last
+from v41.model_def.config import PRESETS, V41Config
+from v41.model_def.generation import Request, generate
+from v41.model_def.model import V41ForCausalLM
+from v41.passes.same_values import same_bits
+from v41.report import CompileReport
+
+pytestmark = pytest.mark.slow
+SLOTS, CAPACITY = 5, 640
+REPLAYS = ("off", "after_source", "from_source")
+LADDERS = Buckets(decode=(4, 8), prefill=(64, 128, 256, 512), blocks=(64, 256), kept=(16, 32, 64, 128))
+
+
+def small(replay: str) -> V41Config:
+    """A ratio-2 source, the last source, a layer that picks by it and one that reuses."""
+    four = dict(compress_ratios=(2, 1, 1, 1), kv_source_layer_ids=(0, 1), index_source_layer_ids=(0, 1, 2))
+    less = dict(num_hidden_layers=4, candidate_source_layer_id=1, engram_layer_ids=(), engram_num_embeddings=())
+    return V41Config(**PRESETS["tiny"] | four | less | dict(swa_bounded_replay=replay))
+
+
+@cache
+def tokens() -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(500) for _ in range(CAPACITY)] for _ in range(SLOTS)]
+
+
+def steps(window: int) -> list[list[Chunk]]:
+    """Lengths around windows, then steps that go on from there in other sizes, growing and shrinking."""
+    ids, W = tokens(), window
+    lengths = [
+        [W - 1, 1, W + 1, 0],
+        [255, 1, 2 * W - 1, W],
+        [1, 1, 127, 128],
+        [1, 1, 129, 1],
+        [1, 1, 1, 1],
+        [40, 1, 1, 3 * W],
+    ]
+    done, found = [0] * SLOTS, []
+    for step in lengths:
+        chunks = []
+        for slot, rows in enumerate(step):
+            chunks.append(Chunk(ids[slot], done[slot], slot, done[slot] + rows))
+            done[slot] += rows
+        found.append(chunks)
+    every = [Chunk(ids[4], 0, 4, 90, every_logit=True), Chunk(ids[0], done[0], 0, done[0] + 100)]
+    return [*found, every]
+
+
+def live(cache: Cache) -> list[Tensor]:
+    stored = [t[:-1, :-1] for t in (*cache.entries.values(), *cache.index_keys.values())]
+    return [*(t[:-1] for t in (*cache.rings, *cache.tails.values())), *stored]
+
+
+class Both:
+    """A model, compiled, and the same plain: step by step, each on a cache of its own that began as NaN."""
+
+    def __init__(self, config: V41Config, **options: Any) -> None:
+        self.config, self.model = config, V41ForCausalLM.random(config).eval()
+        self.compiled = torch.compile(self.model, backend="v41", fullgraph=True, options={"cache": False, **options})
+        self.ours, self.theirs = (poisoned(config, SLOTS, CAPACITY) for _ in range(2))
+
+    @torch.no_grad()
+    def step(self, chunks: list[Chunk], buckets: Buckets | None = None) -> int:
+        """How many rows were kept."""
+        theirs = build_batch(self.config, self.theirs, chunks, buckets=buckets)
+        ours = build_batch(self.config, self.ours, chunks, buckets=buckets)
+        expected, count = self.model(theirs, self.theirs), len(ours.host.logits)
+        assert torch.equal(self.compiled(ours, self.ours)[:count], expected[:count])
+        assert all(map(same_bits, live(self.ours), live(self.theirs)))
+        return len(ours.kept_rows)
+
+
+def run_steps(
+    replay: str, rounds: int, buckets: Buckets | None, which: slice = slice(None), **options: Any
+) -> tuple[CompileReport, list[int]]:
+    torch.compiler.reset()
+    with v41.collect() as reports:
+        both = Both(small(replay), codegen="eager", **options)
+        kept = [
+            both.step(chunks, buckets) for _ in range(rounds) for chunks in steps(both.config.sliding_window)[which]
+        ]
+    (report,) = reports
+    return report, kept
+
+
+@pytest.mark.parametrize("replay", REPLAYS)
+def test_any_step_has_eagers_bits(replay: str) -> None:
+    report, kept = run_steps(replay, 1, None, verify=True, strict=True)
+    (run,) = (run for run in report.passes if run.name == "trim_replay")
+    assert run.applied == 1 and run.refused == 0
+    rows = [sum(chunk.rows for chunk in chunks) for chunks in steps(16)]
+    assert all(k <= r for k, r in zip(kept, rows, strict=True)) and kept[1] < rows[1]
+    assert max(kept[:-1]) <= 4 * kept_last(small(replay))
+    assert report.plan is not None and any(
+        n.startswith("last ") for p in report.plan.pieces for n in report.plan.names_of(p)
+    )
+
+
+@pytest.mark.parametrize("replay", ["off", "after_source"])
+def test_captured_steps_have_eagers_bits(replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_captures(monkeypatch)
+    report, _ = run_steps(replay, 3, LADDERS, slice(0, 5))
+    log = report.captures
+    assert log is not None and not log.errors and not log.dropped
+    assert {name.split("=")[0] for name in log.captured if "segment" in name} == {
+        "rows",
+        f"last {kept_last(small(replay))}",
+    }
+    assert log.replays > 0 and log.segment_replays > 0
+
+
+def test_a_prefix_hit_rebuilds_rings_and_rewrites_no_entry() -> None:
+    """Rows [H - W, H) run again in the step that goes on; entries of the hit keep their bits."""
+    torch.compiler.reset()
+    both = Both(small("after_source"), codegen="eager")
+    ids, W = tokens()[0], both.config.sliding_window
+    both.step([Chunk(ids, 0, 0, 200)])
+    for cache_of in (both.ours, both.theirs):
+        cache_of.copy_entries(0, 1, 120)
+        for ring in cache_of.rings:
+            ring[1] = 0xFF
+    entries = [t[1, : 120 * (t.shape[1] - 1) // CAPACITY].clone() for t in both.ours.entries.values()]
+    both.step([Chunk(ids, 120 - W, 1, 240, hit=120), Chunk(ids, 200, 0, 201)])
+    both.step([Chunk(ids, 240, 1, 241, hit=120), Chunk(ids, 201, 0, 260)])
+    for before, now in zip(entries, both.ours.entries.values(), strict=True):
+        assert torch.equal(before, now[1, : len(before)])
+
+
+GOLDEN = {"decoder_after_source": "after_source", "decoder_from_source": "from_source"}
+
+
+@pytest.mark.parametrize("name", [*GOLDEN, "encoder", "both"])
+def test_golden_replays_through_the_compiled_program(golden: Golden, name: str) -> None:  # noqa: F811
+    from tests.model_def.test_model_golden import kl, model_of
+
+    switch = GOLDEN.get(name, "after_source" if name == "both" else "off")
+    model, ids = model_of(golden, switch), golden("ids").tolist()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="v41", fullgraph=True, options={"codegen": "eager", "cache": False})
+    known = 64 if name in ("encoder", "both") else 0
+    before = [Request.forced(ids[: known + 3], known), Request.forced([7] * known + [8], known)] if known else []
+    chunk = 48 if known else 96
+    logits = []
+    for forward in (model, compiled):
+        requests = [*before, Request.forced([*ids, 0], 96)]
+        requests = [Request.forced(each.ids, each.prompt) for each in requests]
+        cache_of = poisoned(model.config, max(len(before), 1), 96)
+        made = list(generate(forward, model.config, cache_of, requests, chunk=chunk, reuse=True))
+        *_, last = (step for step in made if len(before) in step.requests)
+        logits.append(last.logits[last.requests.index(len(before))])
+    assert torch.equal(*logits)
+    assert kl(golden(f"replay.{name}.logits").flatten(), logits[1]) <= 0.02
+
+
+def test_a_floor_one_off_is_seen(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    from tests.model_def.test_model_golden import model_of
+    from v41.model_def import batch as batch_file
+    from v41.model_def.chunk import window_floors
+
+    model, ids = model_of(golden, "after_source"), golden("ids").tolist()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="v41", fullgraph=True, options={"codegen": "eager", "cache": False})
+    logits = []
+    for shift in (0, -1):
+        monkeypatch.setattr(
+            batch_file, "window_floors", lambda c, k, s=shift: tuple(f + s * (f > 0) for f in window_floors(c, k))
+        )
+        cache_of = Cache.zeros(model.config, 1, 96)
+        with torch.no_grad():
+            logits.append(compiled(build_batch(model.config, cache_of, [Chunk(ids, 0, 0, 96)]), cache_of))
+    assert not torch.equal(*logits)
