@@ -109,12 +109,11 @@ def readers(run: Run, node: NodeFacts) -> list[str]:
 
 
 def lineage(run: Run, name: str, body: str) -> list[tuple[str, Change]]:
-    """What each pass did to the node, in order, as far as it ends in `body`."""
-    found = []
-    for of_pass, changes in (run.changes or {}).items():
-        found += [(of_pass, change) for change in changes if change.node == name]
-    ends = [at for at, (_, change) in enumerate(found) if change.body == body]
-    return [each for at, each in enumerate(found) if at in ends or (each[1].body != body and len(ends) < 2)]
+    """What each pass did to the node that lies in `body` now, in order; also before it was moved there."""
+    every = [(of_pass, change) for of_pass, changes in (run.changes or {}).items() for change in changes]
+    found = [(of_pass, change) for of_pass, change in every if change.node == name]
+    was_outside = any(change.kind == "moved" and change.body == body for _, change in found)
+    return [each for each in found if each[1].body == body or (was_outside and not each[1].body)]
 
 
 def said(change: Change) -> str:

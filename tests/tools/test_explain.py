@@ -99,6 +99,18 @@ def test_what_a_pass_did_is_said() -> None:
     assert lineage(run_of_balanced(), "no_such", "") == []
 
 
+def test_a_lineage_is_of_the_node_in_its_body_and_of_no_namesake() -> None:
+    made = Change("added", "mul", None, "aten.mul.Tensor(x, 2)", "m.py:1")
+    changed = Change("rewired", "mul", "aten.mul.Tensor(x, 2)", "aten.mul.Tensor(y, 2)", "m.py:1")
+    moved = Change("moved", "mul", "aten.mul.Tensor(y, 2)", "aten.mul.Tensor(y, 2)", "m.py:1", "region_0")
+    other = Change("added", "mul", None, "aten.mul.Tensor(z, 3)", "m.py:9", "shared_0")
+    changes = {"tidy": [made, other], "fold": [changed], "outline": [moved]}
+    run = replace(run_of_balanced(), parts={**run_of_balanced().parts, "changes": lambda: changes})
+    assert lineage(run, "mul", "region_0") == [("tidy", made), ("fold", changed), ("outline", moved)]
+    assert lineage(run, "mul", "shared_0") == [("tidy", other)]
+    assert lineage(run, "mul", "") == [("tidy", made), ("fold", changed)]
+
+
 def test_a_name_that_is_none_is_answered_with_the_nearest() -> None:
     with pytest.raises(UnknownNode, match=r"sinkhorn_[01], the nearest"):
         explain(run_of_balanced(), "sinkhorn_2")
