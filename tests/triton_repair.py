@@ -17,6 +17,7 @@ from triton.runtime import interpreter as it
 NARROW = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 Builder, Handle = it.InterpreterBuilder, it.TensorHandle
 plain_cast, plain_binary, plain_unary = Builder.cast_impl, Builder.binary_op, Builder.unary_op
+plain_tensor = it._patch_lang_tensor
 plain_dot, plain_sum, plain_splat = Builder.create_dot, it.ReduceOps.sum, Builder.create_splat
 
 
@@ -115,9 +116,15 @@ def tree_sum(self: Any, input: Any) -> Any:
     return self.to_tensor(data, input.dtype)
 
 
+def tensor_patched(tensor: Any, scope: Any) -> None:
+    plain_tensor(tensor, scope)  # 3.6 ends a loop by int() of an array of one element, which numpy no longer takes
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+
 Builder.cast_impl, Builder.create_fp_to_fp, Builder.binary_op, Builder.unary_op = cast, fp_to_fp, binary, unary
 Builder.create_clampf, Builder.create_fma, Builder.create_dot, Builder.create_splat = clamp, fma, dot, splat
 Builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 Builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 Builder.get_bf16 = lambda self, value: rounded(torch.tensor([value], dtype=torch.float32), tl.bfloat16)
 it.ReduceOps.sum = tree_sum
+it._patch_lang_tensor = tensor_patched
