@@ -85,9 +85,9 @@ def module_of(node: Node) -> str | None:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return None
-    told = str(list(stack.values())[-1][0])
-    names = re.sub(r"\._modules\['(\w+)'\]|\._modules\[\"(\w+)\"\]", r".\1\2", told)
-    return re.sub(r"^L\['self'\]\.?", "", re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", names)).lstrip(".") or None
+    told = str(list(stack.values())[-1][0]).removeprefix("L['self']")
+    names = re.sub(r"\._modules(?=\[)", "", told)  # L['self']._modules['layers'] is layers
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", names).lstrip(".") or None
 
 
 def work_of(plan: Plan, layers: dict[str, int | None]) -> list[WorkFacts]:

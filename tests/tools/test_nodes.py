@@ -1,0 +1,52 @@
+"""Nodes outlive their graph with what each calls, its lines of the model and its module; each body is told once."""
+
+from __future__ import annotations
+
+import pytest
+from torch.fx import Graph, Node
+
+from tests.tools.small_models import run_of_balanced
+from v41.passes.analysis.cost import Costs
+from v41.tools.nodes import PRODUCTS, frames, module_of, nodes_of, work_of
+
+
+def node(**meta: object) -> Node:
+    made = Graph().placeholder("x")
+    made.meta.update(meta)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [("L['self'].layers.3.attn", "layers.3.attn"), ("L['self']", None),
+     ("L['self']._modules['layers']._modules['3'].attn", "layers.3.attn"), ("L['model'].up", "L.model.up"),
+     ("L['self'].blocks[2]", "blocks.2")],
+)  # fmt: skip
+def test_a_module_goes_by_what_its_owner_calls_it(told: str, name: str | None) -> None:
+    assert module_of(node(nn_module_stack={"1": ("L['self']", object), "2": (told, object)})) == name
+    assert module_of(node()) is None
+
+
+def test_lines_lead_from_the_outermost_call_to_the_innermost() -> None:
+    trace = 'File "/a/model.py", line 3, in forward\n    y = f(x)\n  File "/a/b/f.py", line 7, in f\n    return x + 1\n'
+    assert frames(node(stack_trace=trace)) == ("a/model.py:3  y = f(x)", "b/f.py:7  return x + 1")
+    assert frames(node()) == ()
+
+
+def test_every_node_that_calls_something_is_told() -> None:
+    run = run_of_balanced()
+    told = nodes_of(run.plan)
+    calls = [each for piece in run.plan.pieces for each in piece.body.graph.nodes if each.op == "call_function"]
+    results = sum(len(each.users) for each in calls if "invoke_subgraph" in each.name)  # go by their names inside
+    assert len([each for each in told if not each.body]) == len(calls) - results
+    assert [each.region for each in told if each.body] == ["sinkhorn"] * 18
+    assert all(each.source == each.path[-1] for each in told if each.path)
+
+
+def test_equal_work_is_counted_and_none_is_lost() -> None:
+    run = run_of_balanced()
+    work = work_of(run.plan, run.layer_of)
+    launches = sum(Costs().program(piece.body).launches for piece in run.plan.pieces)
+    assert sum(each.count * each.launches for each in work) == launches
+    assert [each.count for each in work if each.kind == "sinkhorn"] == [2]
+    assert {each.layer for each in work} == {1} and sum(each.count for each in work if each.kind == PRODUCTS) == 2
