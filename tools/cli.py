@@ -35,6 +35,7 @@ COMMANDS = {  # what runs each: a module of v41.tools and its function
     "verify": ("verify_command", "verify_command"),
     "bisect": ("bisect_command", "bisect_command"),
     "completion": ("completion", "completion_command"),
+    "timeline": ("timeline_command", "timeline_command"),
     "passes": ("passes_command", "passes_command"),
     "why-not": ("why_not", "why_not_command"),
     "diff": ("diff_command", "diff_command"),
@@ -51,6 +52,7 @@ def parser() -> Parser:
     add_cost(commands.add_parser("cost", help="bytes, operations, launches of a step, and the least time they take"))
     add_passes(commands.add_parser("partition", help="the pieces, why each begins where it does, and what crosses it"))
     add_memory(commands.add_parser("memory", help="what lives between pieces, at most, and the pool of captured steps"))
+    add_timeline(commands.add_parser("timeline", help="when each piece of a decode step runs, by stream, predicted"))
     add_explain(commands.add_parser("explain", help="a node's way from its line of the model to what runs it"))
     add_passes(commands.add_parser("passes", help="per pass: sites, nodes, regions, launches and time"))
     add_why_not(commands.add_parser("why-not", help="which rule made a pass refuse a site, and what to do"))
@@ -185,6 +187,14 @@ def add_diff(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("--all", action="store_true", help="show each change, not one of many that are alike")
     add_passes(command, position=False)
+
+
+def add_timeline(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--preset", default="tiny", metavar="NAME", help="tiny, bench or flash (tiny)")
+    command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of it")
+    command.add_argument("--rows", type=positive, default=16, metavar="N", help="of the step (16)")
+    command.add_argument("--trace", type=Path, metavar="FILE", help="write one that Perfetto and Chrome show")
+    command.add_argument("--json", action="store_true", help="print the facts as JSON")
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:

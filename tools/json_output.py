@@ -12,6 +12,7 @@ from typing import Any
 VERSIONS = {  # of what each command prints, and of the files of a saved run
     **dict.fromkeys(("run", "inspect", "passes", "why-not", "diff", "generate"), 1),
     **dict.fromkeys(("capture", "cost", "explain", "partition", "memory", "kernels", "verify", "bisect"), 1),
+    "timeline": 1,
 }
 
 

@@ -36,6 +36,7 @@ EXAMPLES = {  # command -> what one types, and what for; None: of all commands
     "cost": [("v41 cost run/ --tokens 16 --gpu B200", "a decode step of 16 rows on another GPU")],
     "partition": [("v41 partition run/", "why each piece begins where it does")],
     "memory": [("v41 memory run/ --tokens 64,8192 --context 32768", "a decode step far into a text, and a prefill")],
+    "timeline": [("v41 timeline --preset flash --rows 16 --trace step.json", "a step of 16 rows, for ui.perfetto.dev")],
     "explain": [
         ("v41 explain mhc_boundary_3 -m run/", "a region: attributes, pass, the lines it holds"),
         ("v41 explain mhc.py:66 -m run/", "what came of a line of the model"),
