@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import SymInt, ops
 from torch.fx import GraphModule, Node
@@ -260,18 +259,15 @@ class LateRows:
         """Whether `node` may take rows of the whole `operand`, an early one, by the numbers they have there."""
         return node.target in TAKES_ROWS and operand is node.args[0] and self.numbers(node) is not None
 
-    # ---- calls that are to be opened
 
-    @cached_property
-    def to_open(self) -> list[Node]:
-        """Calls some of whose results are late and others not, or whose bodies would have to tell rows anew."""
-        return [
-            call for call in self.forward.inside if self._is_split(call) or self.problems.get(call, ("",))[0] == KNOWN
-        ]
-
-    def _is_split(self, call: Node) -> bool:
-        demands = [demand for user in call.users if (demand := self.demand.of.get(user))]
-        return len({self.kept.covers(demand) for demand in demands}) == 2
+def split_calls(kept: Kept, demand: RowDemand) -> list[Node]:
+    """Calls of which some results are needed of kept rows alone and others of more."""
+    found = []
+    for call in demand.forward.inside:
+        demands = [asked for user in call.users if (asked := demand.of.get(user))]
+        if len({kept.covers(asked) for asked in demands}) == 2:
+            found.append(call)
+    return found
 
 
 def _elements(node: Node) -> int:

@@ -29,7 +29,7 @@ from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.rows import row_demand
 from v41.passes.matching import shape
 from v41.passes.replay_edit import Editor
-from v41.passes.replay_rows import KNOWN, Kept, LateRows, kept_rows
+from v41.passes.replay_rows import KNOWN, Kept, LateRows, kept_rows, split_calls
 from v41.regions import inline
 from v41.report import Decision, applied, refused
 
@@ -65,12 +65,16 @@ def trim(gm: GraphModule, kept: Kept) -> list[Decision]:
 
 
 def opened(gm: GraphModule, kept: Kept) -> LateRows:
-    """What is late, when calls that are late in part are opened."""
+    """What is late, when calls are opened that are late in part, or whose bodies would have to tell rows anew."""
     while True:
-        rows = LateRows(gm, kept, row_demand(gm, kept.ragged))
-        if not rows.to_open:
+        demand = row_demand(gm, kept.ragged)
+        calls, rows = split_calls(kept, demand), None
+        if not calls:
+            rows = LateRows(gm, kept, demand)
+            calls = [call for call in demand.forward.inside if rows.problems.get(call, ("",))[0] == KNOWN]
+        if rows is not None and not calls:
             return rows
-        for call in rows.to_open:
+        for call in calls:
             inline(gm, call)
 
 
