@@ -27,13 +27,13 @@ def _run(run: Callable[..., Any], folder: Path, rank: int, world: int, seconds: 
         dist.destroy_process_group()
 
 
-def run_ranks(run: Callable[..., Any], folder: Path, world: int, *given: Any, seconds: float = 200) -> list[Any]:
+def run_ranks(run: Callable[..., Any], folder: Path, world: int, *given: Any, seconds: float = 600) -> list[Any]:
     """run(*given) in `world` processes. What raised is a RuntimeError with its text. seconds: the group's patience."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_run, args=(run, folder, rank, world, seconds, given)) for rank in range(world)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(300)
+        process.join(900)
         process.kill()
     return [torch.load(folder / f"of rank {rank}", weights_only=False) for rank in range(world)]
