@@ -4,8 +4,7 @@
     where the two differ, RanksDisagree on both; where a rank shows nothing in time, RankMissing
 
 Ranks that call other collectives, or in another order, wait for each other forever or add up the wrong numbers. What
-they compiled tells beforehand. It goes through the store that the group was made with, which is no collective: it
-needs no order, no device, and one rank may be late by as long as it compiles.
+they compiled tells beforehand (exchange.py).
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-import torch.distributed as dist
-
 from v41._compat_groups import FAKE, backend_of, store_of
-from v41.errors import RankMissing, RanksDisagree
+from v41.errors import RanksDisagree
 from v41.plan import Plan
 from v41.regions import REDUCED
+from v41.runtime.exchange import WHERE, exchanged
 
 OWN = f"region {REDUCED}"  # why a piece begins that adds up over ranks itself
-WHERE = "torch.compile, before the first step"
 
 
 def check_same_program(plan: Plan, artifacts: Mapping[str, Any]) -> str | None:
@@ -31,11 +28,10 @@ def check_same_program(plan: Plan, artifacts: Mapping[str, Any]) -> str | None:
     told = [group for group in plan.groups if backend_of(group) != FAKE]  # of a fake group there is one process
     ours = lines(plan, artifacts)
     for group in told:
-        store, rank, count = store_of(group)
-        number = store.add(f"programs of rank {rank}", 1)
-        store.set(f"program {number} of rank {rank}", "\n".join(ours))
-        for other in (each for each in range(count) if each != rank):
-            theirs = _shown(store, group, number, other).splitlines()
+        shown = exchanged(group, "compiled program", "\n".join(ours))
+        _, rank, _ = store_of(group)
+        for other in (each for each in range(len(shown)) if each != rank):
+            theirs = shown[other].splitlines()
             _compare(group, (rank, other), ours, theirs)
     return f"{len(plan.collectives)} collectives, the same on all ranks" if told else None
 
@@ -44,14 +40,6 @@ def lines(plan: Plan, artifacts: Mapping[str, Any]) -> list[str]:
     """The collectives of a plan, and the kernels that hold some."""
     kernels = [getattr(artifacts[piece.key], "kernel", None) for piece in plan.pieces if piece.border == OWN]
     return [*plan.collectives, *(f"in kernel {kernel.name}" for kernel in kernels if kernel is not None)]
-
-
-def _shown(store: dist.Store, group: str, number: int, other: int) -> str:
-    try:
-        return store.get(f"program {number} of rank {other}").decode()
-    except RuntimeError as error:
-        seconds = f"{store.timeout.total_seconds():.0f}"  # type: ignore[attr-defined]  # there, and in no stub
-        raise RankMissing(WHERE, rank=other, group=group, number=number, seconds=seconds) from error
 
 
 def _compare(group: str, ranks: tuple[int, int], ours: list[str], theirs: list[str]) -> None:

@@ -5,7 +5,7 @@
 
 Collective: all ranks call it at the same point, once, before anything is captured; all of them get a workspace or
 NotSymmetric, with the reason of the first rank that has one. A rank that sees no way for itself must not keep its
-peers waiting, so each says what it can before any of them begins.
+peers waiting, so each says what it can before any of them begins (exchange.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from v41._compat_symmetric import symmetric_tensors
 from v41.channels import Workspace
 from v41.errors import NotSymmetric, V41Error
+from v41.runtime.exchange import exchanged
 
 WORDS = 48 << 20  # 192 MB: the channels of one width, at up to 8 ranks
 COUNTERS = 1 << 16
@@ -66,9 +67,7 @@ def trusted(found: Workspace, group: dist.ProcessGroup, name: str, trial: Callab
     device, where = found.counters.device, f"rank {found.rank} of {found.ranks}"
     facts = (torch.cuda.get_device_name(device), found.ranks, torch.__version__, torch.version.cuda, name)
     file = remembered() / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
-    known: list[Any] = [None] * found.ranks
-    dist.all_gather_object(known, file.exists(), group=group)
-    if all(known):
+    if all(json.loads(each) for each in exchanged(group.group_name, "looked for trial", json.dumps(file.exists()))):
         return
     try:
         wrong = trial(found)
@@ -90,8 +89,8 @@ def agree(
 ) -> Sequence[int]:
     """Hears from all ranks: NotSymmetric on each of them if one is `unable` (why), or if they differ in what must be
     the `same` (its name, and what it is here)."""
-    heard: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(heard, (unable, tuple(same[1])), group=group)
+    said = json.dumps((unable, list(same[1])))
+    heard = [json.loads(each) for each in exchanged(group.group_name, "voted in round", said)]
     for rank, (reason, _) in enumerate(heard):
         if reason is not None:
             raise NotSymmetric(where, reason=f"rank {rank}: {reason}")

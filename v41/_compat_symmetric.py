@@ -1,4 +1,5 @@
 """_compat_symmetric: torch's symmetric memory, as far as it is needed: one tensor that every rank of a group can reach.
+Programs know a group by its name.
 
 Torch lays it out with the driver's virtual memory, exchanges handles through the group's store, and maps all ranks'
 tensors into each process. Both calls are collective.
@@ -9,6 +10,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+
+
+def group_called(name: str) -> dist.ProcessGroup:
+    """The group that functional collectives call `name`."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
 
 
 def symmetric_tensors(words: int, device: torch.device, group: dist.ProcessGroup) -> tuple[tuple[Tensor, ...], object]:

@@ -52,6 +52,7 @@ from v41.runtime.capture import CudaGraphs, Graphs
 from v41.runtime.executor import Artifact, Run, eager_artifact, executor
 from v41.runtime.replay import Replayer
 from v41.runtime.same_program import check_same_program
+from v41.sums import FUSED, Checked, Sums, decided, told
 
 # ATen kernels whose decomposition rounds otherwise: they stay whole where eager's bits are promised, which is on a CPU
 # and wherever pieces run their ATen nodes. Inductor calls eager's kernel for them.
@@ -92,11 +93,13 @@ def v41(
     refuse_unknown_buckets(gm, parsed.buckets or {})
     device = device_of(example_inputs)
     report = CompileReport(graph_break=graph_break(gm), recompiles=times_compiled_before())
+    sums = decided(gm, parsed, device, lambda: effective_codegen(parsed, device)[0])
+    parsed = replace(parsed, all_reduce=sums.how)
     cache = open_cache(gm, parsed, [(each.name, each.run) for each in PIPELINE], device)
     stored = cache.load(report, example_inputs)
     if stored is not None:
         check_plan(stored.plan)
-        compiled = stored.wrapped(run_of(stored.plan, stored.artifacts, parsed, device, report), example_inputs)
+        compiled = stored.wrapped(run_of(stored.plan, stored.artifacts, parsed, device, report, sums), example_inputs)
         publish(report)
         return compiled
     report.cache = cache.says
@@ -113,7 +116,7 @@ def v41(
     def inference(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         report.seconds["aot_autograd"] = time.perf_counter() - start
         made.append(build(aten, ways(codegen, device), parsed, report, names, device))
-        return run_of(*made[0], parsed, device, report)
+        return run_of(*made[0], parsed, device, report, sums)
 
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         raise gradients_requested(gm, example_inputs)
@@ -147,10 +150,9 @@ def build(
             aten, check=options.verify, strict=options.strict, programs=programs, called=called
         )
     report.seconds["passes"], start = clock() - start, clock()
-    cut_at = kernel_kinds(order)
-    if REDUCED not in cut_at and (opened := open_reduced(program)):
-        how = f"{opened} as they are, each in front of the region that reads the sum"
-        report.options["all-reduce"] = (how, f"no kernel adds up over ranks with codegen {order[0]}")
+    cut_at = kernel_kinds(order, options.all_reduce == FUSED)
+    if REDUCED not in cut_at:
+        open_reduced(program)
     open_shared(program, cut_at)
     plan = partition(program, cut_at=cut_at, along=ALONG, called=called)
     plan, early = prefetch_engram(plan)
@@ -165,8 +167,8 @@ def build(
     bodies = {piece.key: piece.body for piece in reversed(plan.pieces)}
     ranges = Buckets().ranges(plan.sizes) if device.type != "cpu" and "inductor" in order else ()  # where speed counts
     if ranges:
-        told = [", ".join(dict.fromkeys(f"{plan.sizes[u]} <= {most}" for u, most in each.items())) for each in ranges]
-        report.options["code for"] = ("; ".join(told), "v41; beyond these, Inductor's pieces run their ATen nodes")
+        limits = [", ".join(dict.fromkeys(f"{plan.sizes[u]} <= {most}" for u, most in each.items())) for each in ranges]
+        report.options["code for"] = ("; ".join(limits), "v41; beyond these, Inductor's pieces run their ATen nodes")
     artifacts = {key: artifact(bodies[key], names, order, report, ranges) for key, names in plan.keys.items()}
     overlaps, who = wanted(options, device, plan)
     if overlaps:
@@ -202,9 +204,17 @@ def granted_by(artifacts: Iterable[Artifact], names: Mapping[str, str]) -> list[
 
 
 def run_of(
-    plan: Plan, artifacts: Mapping[str, Artifact], options: Options, device: torch.device, report: CompileReport
+    plan: Plan,
+    artifacts: Mapping[str, Artifact],
+    options: Options,
+    device: torch.device,
+    report: CompileReport,
+    sums: Sums,
 ) -> Run:
     """The boxed function that runs `plan`: captured where options and device allow, which `report.captures` counts."""
+    if (added := told(plan, artifacts)) is not None:
+        report.options["all-reduce"] = (added, sums.who)
+    workspaces = sums.bind(artifacts.values())
     if (same := check_same_program(plan, artifacts)) is not None:
         report.options["ranks"] = (same, "compared before the first step")
     report.plan = plan = in_buckets(plan, options.buckets or {})
@@ -215,6 +225,7 @@ def run_of(
         run: Run = Replayer(plan, artifacts, graphs, report.captures, lanes_of(device))
     else:
         run = executor(plan, artifacts, lanes_of(device) if options.overlap == "on" else None)
+    run = Checked(run, workspaces) if workspaces else run
     return Tuning(run) if options.tune else run
 
 
@@ -267,7 +278,7 @@ def artifact(
 
 def generated(body: GraphModule, names: Sequence[str], report: CompileReport) -> Artifact | str:
     """The generated kernel of a piece of regions, or why there is none; "" for pieces between regions."""
-    wanted = kernel_kinds(("triton",))
+    wanted = kernel_kinds(("triton",), sums=True)
     kinds = dict.fromkeys(region.kind for region in map(region_of, regions(body)) if cuts(region, wanted))
     if not kinds:
         return ""
@@ -280,9 +291,9 @@ def generated(body: GraphModule, names: Sequence[str], report: CompileReport) ->
     return made
 
 
-def kernel_kinds(order: Sequence[str]) -> tuple[str, ...]:
-    """The kinds of region that are pieces of their own."""
-    return (*CUT_AT, *HALVES, *ROW_KERNELS) if "triton" in order else CUT_AT
+def kernel_kinds(order: Sequence[str], sums: bool = False) -> tuple[str, ...]:
+    """The kinds of region that are pieces of their own. sums: over ranks are added up by kernels."""
+    return (*CUT_AT, *HALVES, *ROW_KERNELS, *([REDUCED] * sums)) if "triton" in order else CUT_AT
 
 
 def compiled_by_inductor(body: GraphModule, names: Sequence[str], tiers: Sequence[Mapping[str, int]]) -> Artifact | str:

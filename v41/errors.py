@@ -261,7 +261,7 @@ class RanksDisagree(V41Error):
 
 
 class RankMissing(V41Error):
-    """facts: rank, group, number (of the program), seconds."""
+    """facts: rank, group, what (it has not done, "compiled program"), number (of that), seconds."""
 
-    found = "rank {rank} of group {group} has not compiled program {number} of this group within {seconds} s"
+    found = "rank {rank} of group {group} has not {what} {number} of this group within {seconds} s"
     fix = "see what that rank raised; where it compiles for longer, give init_process_group a larger timeout="

@@ -11,6 +11,7 @@ from v41.errors import InvalidOptionValue, ModeRefused, UnknownOption
 CODEGENS = ("auto", "eager", "inductor", "triton")
 CAPTURES = ("auto", "off")
 OVERLAPS = ("auto", "on", "off")
+ALL_REDUCES = ("auto", "fused", "library")
 NUMERIC = "numeric"  # the third value of verify
 
 
@@ -29,6 +30,9 @@ class Options:
     fastest for later processes (lowering/tuned.py); what another process kept is used anyway.
     `overlap`: work with slack runs on side streams in captured decode steps, where that is faster (overlap.py); "auto"
     waits until a GPU has shown it, "on" runs it in uncaptured steps too.
+    `all_reduce`: "fused" adds up over ranks in the kernel that reads the sum, where the ranks' GPUs can write each
+    other's memory; then steps of one process come one after the other on the device, as for any collective. "library"
+    leaves collectives as they are. "auto" waits until a whole model has run on several GPUs (sums.py).
     `cache`: take what an earlier process compiled, and leave what this one compiles (artifact_store.py says where).
     """
 
@@ -38,6 +42,7 @@ class Options:
     capture: str = "auto"
     buckets: Mapping[str, Sequence[int]] | None = None
     overlap: str = "auto"
+    all_reduce: str = "auto"
     cache: bool = True
     tune: bool = False
 
@@ -54,7 +59,8 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
         if name not in {field.name for field in fields(Options)}:
             raise UnknownOption("torch.compile(options=...)", option=name, known=known)
     parsed = Options(**given)
-    for name, words in (("codegen", CODEGENS), ("capture", CAPTURES), ("overlap", OVERLAPS)):
+    worded = {"codegen": CODEGENS, "capture": CAPTURES, "overlap": OVERLAPS, "all_reduce": ALL_REDUCES}
+    for name, words in worded.items():
         if getattr(parsed, name) not in words:
             raise _invalid(name, getattr(parsed, name), " or ".join(map(repr, words)))
     if not isinstance(parsed.buckets, Mapping | None) or not all(map(_is_ladder, (parsed.buckets or {}).items())):

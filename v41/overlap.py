@@ -22,6 +22,7 @@ from v41._compat import outside_of_tracing
 from v41.lowering.measure import microseconds
 from v41.model_def.buckets import Buckets, round_up
 from v41.options import Options
+from v41.passes.analysis.collectives import spoken
 from v41.passes.analysis.sizes import symbols_in
 from v41.passes.assign_streams import assign_streams
 from v41.passes.check_plan import check_plan
@@ -104,7 +105,9 @@ def measure_of(sizes: Mapping[str, str], device: torch.device, compiled: Compile
 
 
 def runs_alone(body: GraphModule, sizes: Mapping[str, str]) -> bool:
-    """Whether any numbers will do as the inputs of a piece."""
+    """Whether any numbers will do as the inputs of a piece, and no other rank has to run it, too."""
+    if spoken(body)[1]:
+        return False
     values = [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")]
     floats = all(value.dtype.is_floating_point for value in values if isinstance(value, Tensor))
     return floats and {sizes.get(symbol) for value in values for symbol in symbols_in(value)} <= {ROWS}

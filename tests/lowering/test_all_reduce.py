@@ -23,7 +23,7 @@ from tests.lowering.rowwise.boundaries import layer_norm, rms_norm
 from tests.strategies.tracing import trace
 from v41.errors import NoWorkspace, PeerStalled
 from v41.lowering.rowwise import Schedule, Unsupported, pass_over
-from v41.lowering.templates.all_reduce import SummingKernel, adds_over_ranks, generate
+from v41.lowering.templates.all_reduce import SummingKernel, generate, group_of
 from v41.lowering.templates.all_reduce.launch import Units, Way
 from v41.model_def import mhc
 from v41.passes.same_values import random_inputs
@@ -296,10 +296,10 @@ REFUSED: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refuses_with_a_reason(reason: str) -> None:
     body = trace(REFUSED[reason], bf16(7, WIDTH), static=[torch.randn(WIDTH)], backed=True)
-    assert adds_over_ranks(body)
+    assert group_of(body) == "0"
     refusal = generate(body, COUNT)
     assert isinstance(refusal, Unsupported) and reason in refusal.reason, refusal
 
 
-def test_a_body_without_collectives_is_none() -> None:
-    assert not adds_over_ranks(trace(lambda y: y * 2, bf16(7, WIDTH), backed=True))
+def test_a_body_without_collectives_talks_to_no_group() -> None:
+    assert group_of(trace(lambda y: y * 2, bf16(7, WIDTH), backed=True)) is None

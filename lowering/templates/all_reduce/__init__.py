@@ -26,16 +26,17 @@ from v41.lowering.templates.all_reduce.protocol import shots_of_two
 from v41.lowering.templates.all_reduce.text import ROWS_OF_SUM, SummingEmitter
 from v41.regions import behind_sum, flatten
 
-__all__ = ["SummingKernel", "adds_over_ranks", "generate"]
+__all__ = ["SummingKernel", "generate", "group_of"]
 
 functional = torch.ops._c10d_functional
 COLLECTIVES = ("_c10d_functional",)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def adds_over_ranks(body: GraphModule) -> bool:
-    """Whether `body`, regions included, has a collective: then it is for this generator or none."""
-    return any(getattr(node.target, "namespace", None) in COLLECTIVES for node in flatten(body).graph.nodes)
+def group_of(body: GraphModule) -> str | None:
+    """The name of the group that `body`, regions included, talks to first: then it is for this generator or none."""
+    calls = (node for node in flatten(body).graph.nodes if getattr(node.target, "namespace", None) in COLLECTIVES)
+    return next((arg for node in calls for arg in reversed(node.args) if isinstance(arg, str)), None)
 
 
 def generate(
