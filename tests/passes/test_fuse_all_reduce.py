@@ -23,7 +23,8 @@ from v41.passes.analysis.effects import effect_of
 from v41.passes.canonicalize import canonicalize
 from v41.passes.fuse_all_reduce import RULES, fuse_all_reduce
 from v41.passes.open_reduced import open_reduced
-from v41.passes.pipeline import CUT_AT, run_pipeline
+from v41.passes.partition import partition
+from v41.passes.pipeline import ALONG, CUT_AT, run_pipeline
 from v41.passes.same_values import random_inputs, same_bits
 from v41.passes.structure import structure_key
 from v41.regions import REDUCED, behind_sum, body_of, flatten, invoke_subgraph, neighbour_of, region_of, regions
@@ -249,6 +250,13 @@ def test_a_model_that_reduces_in_place() -> None:
     attrs = [region_of(call).attrs for call in regions(gm, REDUCED)]
     assert [each["outputs"] for each in attrs] == [("sum", "normed")] * 2
     assert {each["producer"] for each in attrs} == {"product"}
+    plan = partition(gm, cut_at=(*CUT_AT, REDUCED), along=ALONG)
+    own = [piece for piece in plan.pieces if piece.border == f"region {REDUCED}"]
+    assert len(own) == 2 and len({piece.key for piece in own}) == 1  # one kernel for all layers
+    for piece in own:  # what peers read is as large as the inputs say: allocated before anything is captured
+        assert {*piece.sizes} <= {*plan.sizes} and piece.uncapturable is None
+    speaks = {str(node.target) for piece in own for node in flatten(piece.body).graph.nodes if effect_of(node)}
+    assert speaks == {f"_c10d_functional.{name}.default" for name in ("all_reduce", "wait_tensor")}
 
 
 def test_what_was_reduced_in_place_and_written_later_is_read_as_it_was() -> None:
