@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from v41.model_def.batch import Chunk, build_batch
+from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.bench.prefill import DECODING, cases_of, line, ratios, switched
@@ -26,6 +28,8 @@ def test_a_switched_model_has_other_late_layers_and_comes_back() -> None:
     with switched(model, "after_source"):
         assert [layer.attn.late for layer in model.layers] == [False] * 4 + [True] * 2
         assert model.config.swa_bounded_replay == "after_source"
+        cache = Cache.zeros(model.config, 1, 40)
+        assert model(build_batch(model.config, cache, [Chunk([1] * 40, 0, 0)]), cache).shape == (1, 512)
     assert not any(layer.attn.late for layer in model.layers) and model.config.swa_bounded_replay == "off"
 
 

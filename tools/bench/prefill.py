@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 
 from v41.errors import BenchNeedsGPU
-from v41.model_def.batch import Batch, Chunk, build_batch
+from v41.model_def.batch import Batch, Chunk, batch_facts, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.chunk import is_late
@@ -119,7 +119,7 @@ def switched(model: V41ForCausalLM, replay: str) -> Iterator[None]:
     """The same weights with bounded replay set so."""
     before = model.config
     for config in (before.replace(swa_bounded_replay=replay), before):
-        model.config = config
+        model.config, model.batch_facts = config, batch_facts(config)
         for number, layer in enumerate(model.layers):
             layer.attn.late = is_late(config, number)
         if config is not before:
