@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import ops
 from torch.fx import GraphModule, Node
 
-from tests.invariants import apply, check_pass, check_same_values, copy_program
+from tests.invariants import apply, check_fired_share, check_pass, check_same_values, copy_program
 from tests.strategies.configs import configs
 from tests.strategies.mhc import NEAR_MISSES, PlainStack, Spelling, Stack, spellings, stacks
 from tests.strategies.noise import disturb
@@ -198,14 +198,22 @@ def test_a_deleted_rule_lets_its_flaw_through(kind: str, rule: str, monkeypatch:
 
 
 @pytest.mark.slow
-@FEWER
-@given(spellings, st.sampled_from(sorted(FLAWS)))
-def test_a_flaw_is_named_in_any_spelling(spelling: Spelling, site: tuple[str, str]) -> None:
-    if site[1].startswith("the projection is divided"):
-        spelling = replace(spelling, scaled="after")
-    stack = replace(BASE, flaw=FLAWS[site], spellings=(spelling,))
-    event(site[1])
-    assert [d.rule for d in check_pass(outline_mhc, prepared(stack)) if not d.applied] == [site[1]]
+def test_stacks_fire_and_a_flaw_is_named_in_any_spelling() -> None:
+    fired: list[bool] = []
+
+    @FEWER
+    @given(spellings, st.sampled_from([site for flaw in sorted(FLAWS) for site in (None, flaw)]))
+    def draw(spelling: Spelling, site: tuple[str, str] | None) -> None:
+        event(str(site))
+        flaw = None if site is None else FLAWS[site]
+        if flaw is not None and flaw[0] == "the RMS of one stream":
+            spelling = replace(spelling, scaled="after")
+        decisions = check_pass(outline_mhc, prepared(replace(BASE, flaw=flaw, spellings=(spelling,))))
+        assert [d.rule for d in decisions if not d.applied] == ([] if site is None else [site[1]])
+        fired.append(all(d.applied for d in decisions))
+
+    draw()
+    check_fired_share(fired)
 
 
 def test_a_tap_in_between_waits_behind_the_region() -> None:
