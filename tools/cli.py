@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 from v41 import __version__
-from v41.options import CODEGENS
+from v41.options import ALL_REDUCES, CODEGENS
 from v41.tools.completion import SHELLS
 from v41.tools.parser import Parser
 
@@ -338,6 +338,7 @@ def add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--temperature", type=temperature, default=0.0, metavar="T",
                          help="draw tokens from softmax(logits / T); 0 takes the likeliest (0)")  # fmt: skip
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
+    command.add_argument("--all-reduce", choices=ALL_REDUCES, default="auto", help="who adds up over ranks (auto)")
     command.add_argument("--compare-eager", action="store_true", help="feed eager's tokens to both and compare")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
 

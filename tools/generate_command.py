@@ -34,7 +34,7 @@ from v41.tools.compare import Agreement, agree
 from v41.tools.generate_view import show_all, values
 from v41.tools.json_output import print_json
 from v41.tools.last_bits import reference
-from v41.tools.ranks import joined, own_device, random_model
+from v41.tools.ranks import alike, joined, own_device, random_model
 from v41.tools.recording import Recording, record, replay, steps_needed
 from v41.tools.vocabulary import Vocabulary, vocabulary_of
 
@@ -56,10 +56,11 @@ class Outcome:
     agreements: dict[int, tuple[Agreement, list[tuple[int, int]]]]  # seed -> rows, and request and position of each
     reports: list[CompileReport]
     share: Share  # of the model, that this process ran
+    alike: bool = True  # whether all ranks have the same bits of logits
 
     @property
     def holds(self) -> bool:
-        return all(agreement.holds for agreement, _ in self.agreements.values())
+        return self.alike and all(agreement.holds for agreement, _ in self.agreements.values())
 
 
 def generate_command(arguments: Namespace) -> int:
@@ -89,7 +90,8 @@ def carry_out(arguments: Namespace, progress: Progress, device: str, share: Shar
     config = model.config
     vocabulary = vocabulary_of(config, arguments.checkpoint)
     prompts = [vocabulary.encode(text) for text in arguments.prompt or packaged_prompts()]
-    compiled = past_guards(torch.compile(model, backend="v41", options={"codegen": arguments.codegen}))
+    options = {"codegen": arguments.codegen, "all_reduce": arguments.all_reduce}
+    compiled = past_guards(torch.compile(model, backend="v41", options=options))
     choose = sampling(arguments.temperature, generator_of(device, 0)) if arguments.temperature else greedy
     settings: dict[str, Any] = {"tokens": arguments.tokens, "chunk": arguments.chunk, "device": device}
     steps = steps_needed(prompts, arguments.tokens, arguments.chunk)
@@ -110,7 +112,8 @@ def carry_out(arguments: Namespace, progress: Progress, device: str, share: Shar
     with torch.device("meta"):
         counts = count(model if share.world == 1 else V41ForCausalLM(config))
     size = counts.backbone + counts.engram_tables
-    return Outcome(source, config, device, size, model.loaded, vocabulary, prompts, made, agreements, reports, share)
+    found = (made, agreements, reports, share, alike(share, made.logits))
+    return Outcome(source, config, device, size, model.loaded, vocabulary, prompts, *found)
 
 
 def checked_device(device: str) -> str:

@@ -28,6 +28,9 @@ def show_all(console: Console, outcome: Outcome) -> None:
     if outcome.loaded:
         console.print(Text(reading(outcome.loaded)), soft_wrap=True)
     show_text(console, outcome)
+    if outcome.share.world > 1:
+        said = "have the same bits on all" if outcome.alike else "DIFFER between"
+        console.print(Text(f"logits {said} {outcome.share.world} ranks"), soft_wrap=True)
     if outcome.agreements:
         heading(console, "agreement with eager, both fed eager's tokens; a row of logits per request and step")
         show_agreement(console, outcome)
@@ -139,6 +142,7 @@ def values(outcome: Outcome) -> dict[str, Any]:
             for prompt, ids in zip(outcome.prompts, outcome.made.requests, strict=True)
         ],
         "steps": [{"rows": step.rows, "seconds": step.seconds} for step in outcome.made.steps],
+        "ranks": {"count": outcome.share.world, "alike": outcome.alike},
         "holds": outcome.holds,
         "agreement": {seed: agreement_values(agreement) for seed, (agreement, _) in outcome.agreements.items()},
         "regions": regions_values(passes_of(outcome), by_config(outcome)),

@@ -16,13 +16,14 @@ from torch import Tensor
 from tests.conftest import ROOT
 from tests.model_def.rows import QUICK
 from tests.model_def.test_parallel import FOUR, as_bytes
+from tests.v41.rank_processes import run_ranks
 from v41.model_def.checkpoint import slots
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import WHOLE, Share, split_dimension
 from v41.tools.cli import main
 from v41.tools.expected import regions_expected
 from v41.tools.inspect import first_layers
-from v41.tools.ranks import joined, own_device, random_model
+from v41.tools.ranks import alike, joined, own_device, random_model
 
 
 def parts(tensors: list[Tensor], name: str) -> Tensor:
@@ -69,6 +70,20 @@ def test_two_processes_generate_what_eager_does(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
     assert "shared by 2 ranks" in run.stdout and told["regions"]["found"] == told["regions"]["by_config"]
+    assert told["ranks"] == {"count": 2, "alike": True}
+
+
+def of_rank(differs: bool) -> bool:
+    """Logits of this rank, the last bit of one of them its own."""
+    logits = torch.ones(3, 5)
+    logits[2, 4] += differs * dist.get_rank() * 2**-23
+    return alike(Share.of_group(dist.group.WORLD), logits)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_bit_that_differs_between_ranks_is_seen_by_all(differs: bool, tmp_path: Path) -> None:
+    assert run_ranks(of_rank, tmp_path, 2, differs, seconds=30) == [not differs] * 2
+    assert alike(WHOLE, torch.ones(3, 5))
 
 
 @pytest.mark.slow
