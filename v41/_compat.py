@@ -257,6 +257,13 @@ def observed(gm: GraphModule, name: str, run: Callable[[GraphModule], Any]) -> A
     return GraphTransformObserver(gm, name, SUBSYSTEM).apply_gm_pass(run)
 
 
+def without_passes(names: str) -> contextlib.AbstractContextManager[Any]:
+    """Under it, torch switches passes of these names off, with commas between; none for ""."""
+    from torch._inductor import config
+
+    return config.patch(disabled_passes=names)
+
+
 def renamed(size: SymInt | SymFloat | SymBool, names: dict[str, str]) -> str:
     """The expression of `size` with its symbols called as `names` says."""
     from sympy import Symbol  # type: ignore[import-untyped]

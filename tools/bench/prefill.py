@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from v41._compat import without_passes
 from v41.errors import BenchNeedsGPU
 from v41.model_def.batch import Batch, Chunk, batch_facts, build_batch
 from v41.model_def.buckets import Buckets
@@ -81,7 +82,7 @@ def bench_command(arguments: Namespace) -> int:
     }  # fmt: skip
     for name in arguments.contenders:
         replay, options, without = CONTENDERS[name]
-        with switched(model, replay), torch._inductor.config.patch(disabled_passes=without):
+        with switched(model, replay), without_passes(without):
             torch.compiler.reset()
             options = {"codegen": arguments.codegen, **options}
             compiled = torch.compile(model, backend="v41", fullgraph=True, options=options)
