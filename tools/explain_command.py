@@ -110,6 +110,7 @@ def readers(run: Run, node: NodeFacts) -> list[str]:
 
 def lineage(run: Run, name: str, body: str) -> list[tuple[str, Change]]:
     """What each pass did to the node that lies in `body` now, in order; also before it was moved there."""
+    body = body.partition("~")[0]  # passes know a body by the name that its owner has for it
     every = [(of_pass, change) for of_pass, changes in (run.changes or {}).items() for change in changes]
     found = [(of_pass, change) for of_pass, change in every if change.node == name]
     was_outside = any(change.kind == "moved" and change.body == body for _, change in found)

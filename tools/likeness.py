@@ -25,6 +25,7 @@ from v41.tools.run import Run
 FILE = Path(__file__).with_name("shapes.json")
 LISTED = 3  # differences that are told
 WORTH = 0.5  # share below which nothing is a near miss
+FEWEST = 4  # operators below which a likeness says nothing
 VIEWS = ("aten.view.default", "aten.reshape.default", "aten.permute.default", "aten.expand.default", "getitem",
          "aten.slice.Tensor", "aten.unsqueeze.default", "aten.select.int", "aten.squeeze.dim")  # fmt: skip
 
@@ -59,7 +60,7 @@ def shapes_of(run: Run) -> dict[str, list[Shape]]:
     for node in run.nodes:
         bodies.setdefault(node.body, []).append(node)
     of_call = {(node.name, node.region): called[1] for node in run.nodes
-               if (called := re.match(r"region (\w+)\(", node.text))}  # fmt: skip
+               if (called := re.match(r"region ([\w~]+)\(", node.text))}  # fmt: skip
     found: dict[str, dict[Shape, None]] = {}
     for each in run.report.passes:
         for decision in each.decisions:
@@ -81,6 +82,8 @@ def nearest_miss(name: str, nodes: Sequence[NodeFacts]) -> NearMiss | None:
     for body in _bodies(nodes):
         stream = list(operators(body))
         for shape in known_shapes().get(name, []):
+            if len(shape) < FEWEST:
+                continue
             for near in _near(shape, stream):
                 if near.share >= WORTH and (best is None or near.share > best.share):
                     best = near
@@ -91,7 +94,7 @@ def operators(body: Sequence[NodeFacts]) -> Iterator[tuple[str, NodeFacts]]:
     """What the nodes call, views left out: these differ with the spelling."""
     for node in body:
         name = operator_of(node.text).strip()
-        name = re.sub(r"_\d+$", "", name) if name.startswith(("region ", "subgraph ")) else name
+        name = re.sub(r"_\d+(~\d+)?$", "", name) if name.startswith(("region ", "subgraph ")) else name
         if name not in VIEWS:
             yield name, node
 

@@ -57,21 +57,29 @@ class WorkFacts:
 
 def nodes_of(plan: Plan) -> list[NodeFacts]:
     """Every node of `plan` that calls something, in order; those of bodies behind their first call."""
-    seen: set[int] = set()
-    return [node for piece in plan.pieces for node in _nodes(piece.body, "", piece.name, None, seen)]
+    named: dict[int, str] = {}
+    return [node for piece in plan.pieces for node in _nodes(piece.body, "", piece.name, None, named)]
 
 
-def _nodes(gm: GraphModule, body: str, piece: str, inside: str | None, seen: set[int]) -> Iterator[NodeFacts]:
+def _nodes(gm: GraphModule, body: str, piece: str, inside: str | None, named: dict[int, str]) -> Iterator[NodeFacts]:
+    """named: bodies told so far, by identity. Two shared bodies may each call another of theirs by one name: the second
+    is told as moe_gate_0~2."""
     texts = {name: text for (path, name), (text, _) in lines_of(gm).items() if path == ""}
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.name not in texts:
             continue
-        region = region_of(node).name if is_region(node) else inside
+        region, text, new = region_of(node).name if is_region(node) else inside, texts[node.name], False
+        if node.target is invoke_subgraph:
+            called, key = str(node.args[0].target), id(body_of(node))
+            new = key not in named
+            if new:
+                twins = sum(name.partition("~")[0] == called for name in named.values())
+                named[key] = f"{called}~{twins + 1}" if twins else called
+            text = text.replace(f" {called}(", f" {named[key]}(", 1)
         path = frames(node)
-        yield NodeFacts(node.name, body, piece, texts[node.name], source_of(node), path, module_of(node), region)
-        if node.target is invoke_subgraph and id(body_of(node)) not in seen:
-            seen.add(id(body_of(node)))
-            yield from _nodes(body_of(node), str(node.args[0].target), piece, region, seen)
+        yield NodeFacts(node.name, body, piece, text, source_of(node), path, module_of(node), region)
+        if new:
+            yield from _nodes(body_of(node), named[id(body_of(node))], piece, region, named)
 
 
 def frames(node: Node) -> tuple[str, ...]:

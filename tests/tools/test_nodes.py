@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+from dataclasses import replace
+
 import pytest
-from torch.fx import Graph, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 
 from tests.tools.small_models import run_of_balanced
 from v41.passes.analysis.cost import Costs
+from v41.regions import invoke_subgraph
 from v41.tools.nodes import PRODUCTS, frames, module_of, nodes_of, work_of
 
 
@@ -50,3 +55,26 @@ def test_equal_work_is_counted_and_none_is_lost() -> None:
     assert sum(each.count * each.launches for each in work) == launches
     assert [each.count for each in work if each.kind == "sinkhorn"] == [2]
     assert {each.layer for each in work} == {1} and sum(each.count for each in work if each.kind == PRODUCTS) == 2
+
+
+def test_bodies_of_one_name_are_told_apart() -> None:
+    """Two shared bodies, each with a loop that it calls by the same name."""
+
+    def owner(steps: int) -> GraphModule:
+        inner = Graph()
+        x = inner.placeholder("x")
+        for _ in range(steps):
+            x = inner.call_function(torch.ops.aten.neg.default, (x,))
+        inner.output((x,))
+        graph = Graph()
+        given = graph.placeholder("x")
+        call = graph.call_function(invoke_subgraph, (graph.get_attr("loop_0"), "loop_0", given))
+        graph.output((graph.call_function(operator.getitem, (call, 0)),))
+        return GraphModule({"loop_0": GraphModule({}, inner)}, graph)
+
+    bare = run_of_balanced().plan
+    pieces = tuple(replace(piece, body=owner(i + 1)) for i, piece in enumerate(bare.pieces))
+    told = nodes_of(replace(bare, pieces=pieces))
+    assert [node.body for node in told if "neg" in node.text] == ["loop_0", "loop_0~2", "loop_0~2"]
+    calls = [node.text for node in told if node.text.startswith("subgraph")]
+    assert calls == ["subgraph loop_0(x)", "subgraph loop_0~2(x)"]
