@@ -183,4 +183,5 @@ def decision_values(decision: Decision) -> dict[str, Any]:
         "culprit": decision.culprit,
         "culprit_source": decision.culprit_source,
         "region": region and {"kind": region.kind, "attrs": {name: str(value) for name, value in region.attrs.items()}},
+        "times": decision.times and {name: dict(each) for name, each in decision.times.items()},
     }
