@@ -79,6 +79,10 @@ class Ranks:
             memory(Path(self.folder.name), rank).zero_()
         self._all([("fresh", patience)] * self.count)
 
+    def hurry(self, patience: float) -> None:
+        """From now on ranks wait for each other so many seconds."""
+        self._all([("hurry", patience)] * self.count)
+
     def run(self, kernel: Any, inputs: Sequence[Sequence[Any]], way: Any = None, calls: int = 1, *,
             sleeps: Sequence[float] | None = None, holds: tuple[int, str, float] | None = None,
             present: Sequence[int] | None = None) -> list[Any]:  # fmt: skip
@@ -133,6 +137,9 @@ class Rank:
         zeros = torch.zeros(COUNTERS, dtype=torch.int32)
         self.workspace = Workspace(self.rank, memories, zeros, torch.zeros(1, dtype=torch.int64),
                                    torch.zeros(1, dtype=torch.int64), patience, processors=8)  # fmt: skip
+
+    def hurry(self, patience: float) -> None:
+        self.workspace.patience = patience
 
     def nap(self) -> None:
         if self.sleep and self.random.random() < 0.3:

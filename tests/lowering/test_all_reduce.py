@@ -153,8 +153,7 @@ def test_atomics_of_the_interpreter_are_the_processors(ranks: Ranks) -> None:
     assert ranks.add(700) == COUNT * 700
 
 
-QUICK_PAIRS = (("residual", "one shot, tall, two launches"), ("residual", "two shots"), ("seam", "one shot"),
-               ("seam", "two shots, blocks"))  # fmt: skip
+QUICK_PAIRS = (("residual", "one shot, tall, two launches"), ("seam", "two shots, blocks"))
 PAIRS = [pytest.param(name, way, marks=[pytest.mark.slow] * ((name, way) not in QUICK_PAIRS), id=f"{name}-{way}")
          for name in ("residual", "seam") for way in WAYS]  # fmt: skip
 
@@ -166,7 +165,8 @@ def test_the_bits_of_the_boundary_alone(ranks: Ranks, name: str, way: str) -> No
     check_calls(ranks.run(made(name)[1], inputs, WAYS[way], calls=2), expected(ranks, name, inputs, 2))
 
 
-@pytest.mark.parametrize("way", ["one shot, wide programs", pytest.param("two shots", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["one shot, wide programs", "two shots"])
 @pytest.mark.parametrize("name", ["norm alone", "two tiles", "fp32", "odd width"])
 def test_other_bodies(ranks: Ranks, name: str, way: str) -> None:
     ranks.fresh()
@@ -185,6 +185,7 @@ def test_the_reduced_value_is_the_sum_in_order_of_ranks(ranks: Ranks) -> None:
         assert torch.equal(results[0][2], wanted)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(sorted(WAYS)), st.integers(1, 9)), min_size=2, max_size=5))
 @settings(**QUIET)
 def test_calls_of_all_kinds_one_after_the_other(ranks: Ranks, calls: list[tuple[str, int]]) -> None:
@@ -200,7 +201,8 @@ def test_calls_of_all_kinds_one_after_the_other(ranks: Ranks, calls: list[tuple[
             assert all(torch.equal(a, b) for a, b in zip(each[0], results[0][0], strict=True))
 
 
-@pytest.mark.parametrize("calls", [12, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [12, 300])
 @pytest.mark.parametrize("way", ["one shot", "two shots, blocks"])
 def test_many_calls_while_ranks_drift_apart(ranks: Ranks, way: str, calls: int) -> None:
     ranks.fresh()
@@ -227,7 +229,7 @@ FLAWS = {  # what is planted: way, pattern and replacement
     "the flag comes before the data": ("two shots", r"(    for start in range\(0, SPAN.*\n(?:.*\n)*?)(    signal.*\n)",
                                        r"\2\1"),
 }  # fmt: skip
-QUICK = ("one half for all calls", "the flag comes before the data")
+QUICK = ("one half for all calls",)
 
 
 HELD = {  # what makes a flaw show: the middle rank stops there
@@ -256,6 +258,7 @@ def test_a_planted_flaw_is_noticed(ranks: Ranks, flaw: str) -> None:
     assert noticed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flaw", HELD)
 def test_what_shows_a_flaw_does_no_harm_without_it(ranks: Ranks, flaw: str) -> None:
     _, kernel = made("residual")
@@ -266,12 +269,13 @@ def test_what_shows_a_flaw_does_no_harm_without_it(ranks: Ranks, flaw: str) -> N
             assert torch.equal(each[call][2], added([shifted(given, call)[kernel.part] for given in inputs]))
 
 
-@pytest.mark.parametrize("way", ["one shot", "two shots"])
+@pytest.mark.parametrize("way", ["one shot", pytest.param("two shots", marks=pytest.mark.slow)])
 def test_a_rank_that_stays_away_is_an_error_with_its_name(ranks: Ranks, way: str) -> None:
-    ranks.fresh(patience=0.5)
+    ranks.fresh()
     inputs = inputs_of("residual", 2)
     _, kernel = made("residual")
     assert not any(isinstance(each, Exception) for each in ranks.run(kernel, inputs, WAYS[way]))
+    ranks.hurry(0.5)
     for rank, error in zip([0, 1], ranks.run(kernel, inputs, WAYS[way], present=[0, 1]), strict=True):
         assert isinstance(error, PeerStalled), error
         assert error.where == kernel.name
