@@ -26,8 +26,12 @@ from v41.lowering.rowwise.schedule import Schedule, fit
 
 RESIDENT = 4  # programs of WARPS warps that a processor holds, however many registers a thread takes
 WARPS = 2
-WIDEST = 8  # rows a program of one shot
-ONE_SHOT_BYTES = 2 << 20  # that a rank sends in words, above which two shots take less time
+# Rows and chunks a program of one shot: the first whose programs all fit on the GPU at once.
+# Measured on two H200s, the critical boundary: beside the boundary alone one shot takes 0.8 µs at 1 row and 0.7 at 16,
+# two shots 9.5 at 64, 16 at 256 and 150 at 4096; below 256 rows that is launches and waits more than sending.
+# Reckoned, not measured: words of 64 rows, 1.3 MB, take 3.6 µs at 360 GB/s, so one shot pays there, too.
+ONE_SHOT = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
+ONE_SHOT_BYTES = 2 << 20  # that a rank sends in words, 6 µs: above it two shots take less time
 ALONE = 4  # rows, up to which the last program of a row finishes it: no second launch
 MOST = 4096  # rows of one call
 FEW = 256  # rows, up to which units are single rows
@@ -103,13 +107,19 @@ class SummingKernel(GeneratedKernel):
         """One shot or two, and how."""
         given = self._workspace()
         slots = RESIDENT * given.processors
-        high = next((n for n in (1, 2, 4, WIDEST) if -(-rows // n) * self.chunks <= slots), None)
+        shapes = (each for each in ONE_SHOT if self._programs(rows, *each) <= slots)
+        shape = next(shapes, None)
         words = 2 * rows * self.summed.elements * self.summed.dtype.itemsize * (self.ranks - 1)
-        if high is not None and words <= ONE_SHOT_BYTES:
+        if shape is not None and words <= ONE_SHOT_BYTES:
             alone = rows <= ALONE or not self.shareable
-            return Way(Schedule(high, 1, WARPS, 8192 if alone else 2048, shares=0 if alone else 5))
+            return Way(Schedule(*shape, WARPS, 8192 if alone else 2048, shares=0 if alone else 5))
         schedule = next(schedule for most, schedule in MANY if rows <= most)
         return Way(schedule, next(units for units in UNITS if rows <= units.most))
+
+    def _programs(self, rows: int, height: int, group: int) -> int:
+        """How many programs of one shot there are, each of `height` rows and about `group` chunks of them."""
+        chosen = fit(Schedule(height, group, WARPS, 1), *self.runs, self.width)
+        return -(-rows // height) * (self.chunks // chosen.group)
 
     def schedule_for(self, rows: int, device: torch.device) -> Any:
         return self.way_for(rows)
