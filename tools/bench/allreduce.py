@@ -38,7 +38,8 @@ from v41.lowering.templates.all_reduce.launch import MOST, UNITS, SummingKernel,
 from v41.lowering.templates.all_reduce.trial import trial
 from v41.runtime import symmetric
 from v41.tools.bench import seam, timing
-from v41.tools.bench.boundary import holds, within_contract
+from v41.tools.bench.boundary import within_contract
+from v41.tools.bench.modes import holds
 from v41.tools.bench.sum_cases import CASES, Case, added, functional
 
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

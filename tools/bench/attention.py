@@ -9,12 +9,10 @@ Records stand as a step hands them over: [T, 128, 528] of the window and [T, 512
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from v41._compat_trace import functional_aten, mark_rows
-from v41.errors import BenchNeedsGPU
 from v41.lowering.templates.attention import KIND, AttentionKernel, Spread, generate
 from v41.model_def.attention import attend
 from v41.model_def.config import V41Config
@@ -33,8 +30,8 @@ from v41.passes.canonicalize import canonicalize
 from v41.passes.outline_attention import outline_attention
 from v41.passes.partition import partition
 from v41.regions import regions
-from v41.tools.bench import timing
-from v41.tools.bench.boundary import COPY_BYTES_A_US, holds, table
+from v41.tools.bench import modes, timing
+from v41.tools.bench.boundary import COPY_BYTES_A_US, table
 from v41.tools.bench.rowwise import INDUCTOR, alike
 
 CONFIG = V41Config.preset("flash")
@@ -221,28 +218,8 @@ def tune(rows_list: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench attention` does; 1 where a check fails."""
-    if not torch.cuda.is_available():
-        raise BenchNeedsGPU("v41 bench attention", found="torch sees no CUDA device")
-    started = time.perf_counter()
-    result: dict[str, Any] = {"case": f"attention {arguments.mode}", **timing.provenance(),
-                              "options": {"reorder_for_locality": False, "dynamic": False}}  # fmt: skip
-
-    def save() -> Path:
-        result["seconds"] = round(time.perf_counter() - started, 1)
-        return timing.save(result, arguments.out)
-
-    if arguments.mode == "check":
-        result["checks"] = check()
-        print(json.dumps(result["checks"]), f"written to {save()}", sep="\n")
-        return 0 if holds(result["checks"]) else 1
-    records = result.setdefault("records", [])
-    deadline = started + arguments.budget
-    made = tune(arguments.rows) if arguments.mode == "tune" else bench(arguments.rows, arguments.contenders, deadline)
-    for record in made:
-        print(json.dumps({k: v for k, v in record.items() if k != "origin"}), flush=True)
-        records.append(record)
-        save()
-    if arguments.mode == "bench":
-        print(table(records))
-    print(f"written to {save()}")
-    return 0
+    timed = {
+        "bench": lambda deadline: bench(arguments.rows, arguments.contenders, deadline),
+        "tune": lambda deadline: tune(arguments.rows),
+    }
+    return modes.run(arguments, "attention", check, timed, table)

@@ -23,6 +23,7 @@ from torch import Tensor
 from v41.errors import BenchNeedsGPU
 from v41.lowering.rowwise import GeneratedKernel, pass_over
 from v41.tools.bench import seam, timing
+from v41.tools.bench.modes import holds
 from v41.tools.bench.tuning import tune
 
 POOLED = 64  # rows at least, over which an RMS error is taken
@@ -238,8 +239,3 @@ def bench_command(arguments: Namespace) -> int:
         print(table(result["records"]))
     print(f"written to {save()}")
     return 0 if fine else 1
-
-
-def holds(checks: dict[str, Any]) -> bool:
-    """Whether every boolean in `checks`, at any depth, is true."""
-    return all(holds(value) if isinstance(value, dict) else value is not False for value in checks.values())

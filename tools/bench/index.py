@@ -10,13 +10,11 @@ Decode: every row is a request with a context of its own in a slot of one cache 
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from v41._compat_trace import functional_aten, mark_rows
-from v41.errors import BenchNeedsGPU
 from v41.lowering.templates.index_scores import KIND, IndexKernel, Spread, generate, kernel_of
 from v41.lowering.templates.index_scores.launch import SCORES
 from v41.lowering.templates.topk import TopK
@@ -37,8 +34,8 @@ from v41.passes.outline_index_scores import outline_index_scores
 from v41.passes.partition import partition
 from v41.passes.restrict_index_scores import restrict_index_scores
 from v41.regions import region_of, regions
-from v41.tools.bench import timing
-from v41.tools.bench.boundary import COPY_BYTES_A_US, holds
+from v41.tools.bench import modes, timing
+from v41.tools.bench.boundary import COPY_BYTES_A_US
 
 CONFIG = V41Config.preset("flash")
 HEADS, WIDTH, K = CONFIG.index_n_heads, CONFIG.index_head_dim, CONFIG.index_topk
@@ -447,31 +444,8 @@ def scores_drawn(rows: int, columns: int) -> list[tuple[Tensor]]:
 
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench index` does; 1 where a check fails."""
-    if not torch.cuda.is_available():
-        raise BenchNeedsGPU("v41 bench index", found="torch sees no CUDA device")
-    started = time.perf_counter()
-    result: dict[str, Any] = {"case": f"index {arguments.mode}", **timing.provenance(),
-                              "options": {"reorder_for_locality": False, "dynamic": False}}  # fmt: skip
-
-    def save() -> Path:
-        result["seconds"] = round(time.perf_counter() - started, 1)
-        return timing.save(result, arguments.out)
-
-    if arguments.mode == "check":
-        result["checks"] = check()
-        print(json.dumps(result["checks"], indent=1), f"written to {save()}", sep="\n")
-        return 0 if holds(result["checks"]) else 1
-    records = result.setdefault("records", [])
-    deadline = started + arguments.budget
-    if arguments.mode == "tune":
-        made: Iterator[Any] = tune(arguments.contexts, arguments.rows, deadline)
-    else:
-        made = bench(arguments.contexts, arguments.rows, arguments.contenders, deadline)
-    for record in made:
-        print(json.dumps({k: v for k, v in record.items() if k != "origin"}), flush=True)
-        records.append(record)
-        save()
-    if arguments.mode == "bench":
-        print(table(records))
-    print(f"written to {save()}")
-    return 0
+    timed = {
+        "bench": lambda deadline: bench(arguments.contexts, arguments.rows, arguments.contenders, deadline),
+        "tune": lambda deadline: tune(arguments.contexts, arguments.rows, deadline),
+    }
+    return modes.run(arguments, "index", check, timed, table)

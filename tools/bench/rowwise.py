@@ -11,21 +11,18 @@ with its error; those that would start after --budget seconds are left out, as t
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from v41.errors import BenchNeedsGPU
 from v41.lowering.rowwise import Kernel, Unsupported, generate, hold, pass_over
 from v41.lowering.rowwise.held.launch import Spread
-from v41.tools.bench import seam, timing
-from v41.tools.bench.boundary import COPY_BYTES_A_US, holds, table
+from v41.tools.bench import modes, seam, timing
+from v41.tools.bench.boundary import COPY_BYTES_A_US, table
 from v41.tools.bench.rowwise_cases import CASES, Case
 
 SETS = 64  # of inputs, at most
@@ -210,36 +207,15 @@ def tune(case: Case, rows_list: Sequence[int], deadline: float) -> Iterator[Any]
 
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench rowwise` does; 1 where a check fails."""
-    if not torch.cuda.is_available():
-        raise BenchNeedsGPU("v41 bench rowwise", found="torch sees no CUDA device")
-    started = time.perf_counter()
-    deadline = started + arguments.budget
-    result: dict[str, Any] = {"case": f"rowwise {arguments.mode}", **timing.provenance(),
-                              "options": {"reorder_for_locality": False, "dynamic": False}}  # fmt: skip
     cases = [CASES[name] for name in arguments.cases]
+    timed = {
+        "bench": lambda deadline: bench(cases, arguments.rows, arguments.contenders, deadline),
+        "tune": lambda deadline: (record for case in cases for record in tune(case, arguments.rows, deadline)),
+    }
+    return modes.run(arguments, "rowwise", lambda: {case.name: check(case) for case in cases}, timed, tables)
 
-    def save() -> Path:
-        result["seconds"] = round(time.perf_counter() - started, 1)
-        return timing.save(result, arguments.out)
 
-    fine = True
-    if arguments.mode == "check":
-        result["checks"] = {}
-        for case in cases:
-            result["checks"][case.name] = check(case)
-            print(case.name, json.dumps(result["checks"][case.name]), flush=True)
-        fine = holds(result["checks"])
-        print("all hold" if fine else "SOME DO NOT HOLD")
-    else:
-        records = result.setdefault("records", [])
-        made: Iterator[Any] = bench(cases, arguments.rows, arguments.contenders, deadline)
-        if arguments.mode == "tune":
-            made = (record for case in cases for record in tune(case, arguments.rows, deadline))
-        for record in made:
-            print(json.dumps({k: v for k, v in record.items() if k not in ("origin", "sets")}), flush=True)
-            records.append(record)
-            save()
-        for case in cases if arguments.mode == "bench" else ():
-            print(f"\n{case.name}\n{table([record for record in records if record['case'] == case.name])}")
-    print(f"written to {save()}")
-    return 0 if fine else 1
+def tables(records: list[dict[str, Any]]) -> str:
+    """A table a case."""
+    names = dict.fromkeys(record["case"] for record in records)
+    return "\n\n".join(f"{name}\n{table([each for each in records if each['case'] == name])}" for name in names)
