@@ -173,9 +173,9 @@ def _file_of(name: str) -> Path | None:
 
 
 def _imports(path: Path, module: str) -> Iterator[str]:
-    """What the text of `path` may import, inside functions as well: `from a import b` may mean a.b."""
+    """What the text of `path` may import when it runs, inside functions as well: `from a import b` may mean a.b."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(_text_of(path))):
+    for node in _run(ast.parse(_text_of(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -183,6 +183,14 @@ def _imports(path: Path, module: str) -> Iterator[str]:
             base = importlib.util.resolve_name(base, package) if node.level and package else base
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """`node` and all below it, save what only a type checker reads."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"):
+            yield from _run(child)
 
 
 @cache
