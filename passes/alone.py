@@ -188,9 +188,9 @@ def _imports(path: Path, module: str) -> Iterator[str]:
 def _run(node: ast.AST) -> Iterator[ast.AST]:
     """`node` and all below it, save what only a type checker reads."""
     yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"):
-            yield from _run(child)
+    unread = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    for child in node.orelse if isinstance(node, ast.If) and unread else ast.iter_child_nodes(node):
+        yield from _run(child)
 
 
 @cache
