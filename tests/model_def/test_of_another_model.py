@@ -53,7 +53,8 @@ def test_a_batch_of_another_model_is_refused(fields: dict[str, Any]) -> None:
 def test_fields_that_decide_nothing_of_either_are_no_difference() -> None:
     other = QUICK.replace(swiglu_limit=3.0, rms_norm_eps=1e-5)
     with torch.no_grad():
-        MODEL(build_batch(other, cache(other), [CHUNK]), cache(other))
+        theirs = MODEL(build_batch(other, cache(other), [CHUNK]), cache(other))
+        assert torch.equal(theirs, MODEL(build_batch(QUICK, cache(), [CHUNK]), cache()))
 
 
 def test_a_compiled_model_refuses_them_too() -> None:

@@ -334,7 +334,7 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def shows() -> None:
+def check_what_shows() -> None:
     """What the right pass does with a program that has something of everything."""
     for flaw in ("an average", "another collective", "scaled"):
         program = Norms((Sum(also="the sum"), Sum(flaw=flaw), Sum("through a view")))
@@ -345,14 +345,14 @@ def shows() -> None:
 
 
 def test_what_shows_the_bugs_holds_of_the_right_pass() -> None:
-    shows()
+    check_what_shows()
 
 
 @pytest.mark.parametrize("bug", WRONG)
 def test_a_wrong_pass_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*WRONG[bug])
     with pytest.raises(Exception):  # noqa: B017  (a pass that raises is undone: any error is a notice)
-        shows()
+        check_what_shows()
 
 
 def test_canonical_programs_hold_no_copy_of_a_sum() -> None:
