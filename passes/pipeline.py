@@ -16,7 +16,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from v41._compat import observed
-from v41.errors import InvariantBroken, PassFailed
+from v41.errors import InvariantBroken, PassFailed, PlanBroken
 from v41.options import NUMERIC
 from v41.passes.analysis.counts import Counts, counts
 from v41.passes.canonicalize import canonicalize
@@ -78,6 +78,7 @@ PIPELINE: tuple[Pass, ...] = (
 )
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that become pieces of their own
 ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor")  # likewise, where kernels are generated
+SWITCHED_OFF = "switched off by torch (disabled_passes or its bisector)"
 ALONG = "rows"  # the size whose work is captured in pieces, apart from work with other sizes
 
 
@@ -146,10 +147,10 @@ def _run(
             warning = check_values(restore(), copy_of(gm), name=each.name)
     except Exception as error:  # the one place that may: the report names the pass, and the program goes on without it
         if strict:
-            raise _strictly(error, each.name) from error
-        gm, failure = restore(), f"{type(error).__name__}: {error}\n  at   {_raised_at(error)}"
+            raise strictly(error, each.name) from error
+        gm, failure = restore(), failure_of(error)
     if decisions is None and failure is None:
-        failure = "switched off by torch (disabled_passes or its bisector)"
+        failure = SWITCHED_OFF
     milliseconds = (time.perf_counter() - start) * 1e3
     after = before if failure else counts(gm, CUT_AT)
     made = _run_of(each, decisions or [], before, after, milliseconds, failure)
@@ -167,10 +168,16 @@ def _run_of(
     return run
 
 
-def _strictly(error: Exception, name: str) -> Exception:
-    if isinstance(error, InvariantBroken):
+def strictly(error: Exception, name: str) -> Exception:
+    """What is raised, with `strict`, where pass `name` raised `error` or left what breaks a rule."""
+    if isinstance(error, InvariantBroken | PlanBroken):
         return error
     return PassFailed(_raised_at(error), run=name, error=f"{type(error).__name__}: {error}")
+
+
+def failure_of(error: Exception) -> str:
+    """What the report says of a pass that raised `error`, and was undone."""
+    return f"{type(error).__name__}: {error}\n  at   {_raised_at(error)}"
 
 
 def _raised_at(error: Exception) -> str:

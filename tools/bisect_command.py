@@ -26,6 +26,7 @@ from rich.console import Console
 
 from v41.errors import CheckNotStarted
 from v41.passes.pipeline import PIPELINE
+from v41.passes.plan_passes import PLAN_PASSES
 from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of
 from v41.tools.tables import add, table
@@ -60,7 +61,7 @@ class Bisection:
 
 
 def bisect_command(arguments: Namespace) -> int:
-    console, names = console_of(arguments), tuple(each.name for each in PIPELINE)
+    console, names = console_of(arguments), (*(each.name for each in PIPELINE), *PLAN_PASSES)
     check = [word for at, word in enumerate(arguments.check) if (at, word) != (0, "--")]
     with console.status("bisect") as status:
         found = bisect(names, lambda on: told(status, f"bisect: {on} of {len(names)} on", check, names[on:]))

@@ -43,11 +43,12 @@ from v41.passes.open_reduced import open_reduced
 from v41.passes.open_shared import open_shared
 from v41.passes.partition import partition
 from v41.passes.pipeline import ALONG, CUT_AT, PIPELINE, ROW_KERNELS, run_pipeline, text_of
+from v41.passes.plan_passes import run_plan_pass
 from v41.passes.prefetch_engram import prefetch_engram
 from v41.passes.side_work import HALVES
 from v41.plan import Plan
 from v41.regions import REDUCED, cuts, region_of, regions
-from v41.report import Captures, CompileReport, PassRun, programs_wanted, publish, source_of
+from v41.report import Captures, CompileReport, programs_wanted, publish, source_of
 from v41.runtime.capture import CudaGraphs, Graphs
 from v41.runtime.executor import Artifact, Run, eager_artifact, executor
 from v41.runtime.replay import Replayer
@@ -155,10 +156,9 @@ def build(
         open_reduced(program)
     open_shared(program, cut_at)
     plan = partition(program, cut_at=cut_at, along=ALONG, called=called)
-    plan, early = prefetch_engram(plan)
-    if early:
-        nodes = len(program.graph.nodes)
-        report.passes.append(PassRun("prefetch_engram", early, nodes, nodes, 0.0))
+    plan, early = run_plan_pass("prefetch_engram", prefetch_engram, plan, strict=options.strict)
+    if early.decisions or early.failure:
+        report.passes.append(early)
     plan = replace(plan, rebuilt=tuple(sorted(outputs_rebuilt_from_inputs(len(plan.outputs)))))
     groups, collectives = spoken(program)
     plan = replace(plan, groups=groups, collectives=collectives)
@@ -178,7 +178,7 @@ def build(
                 artifacts[key] = artifact(body, ["side work"], order, report, ranges)
             return artifacts[key]
 
-        plan, run = overlapped(plan, device, compiled)
+        plan, run = overlapped(plan, device, compiled, strict=options.strict)
         report.passes.append(run)
         rows = plan.overlapped.pays_at if plan.overlapped else ()
         who = f"{who}; {run.applied} of {len(run.decisions)} sites, at {spans(rows)} rows"

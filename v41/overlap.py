@@ -10,7 +10,6 @@ judged by prediction.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ from v41.options import Options
 from v41.passes.analysis.collectives import spoken
 from v41.passes.analysis.sizes import symbols_in
 from v41.passes.assign_streams import assign_streams
-from v41.passes.check_plan import check_plan
+from v41.passes.plan_passes import run_plan_pass
 from v41.passes.same_values import random_like
 from v41.passes.structure import structure_key
 from v41.plan import Plan
@@ -59,23 +58,22 @@ def lanes_of(device: torch.device) -> LanesOf | None:
     return lambda plan: CudaLanes(device, max(piece.stream for piece in plan.pieces), events_of(plan))
 
 
-def overlapped(plan: Plan, device: torch.device, compiled: Compile) -> tuple[Plan, PassRun]:
-    """`plan` with another beside it that has side streams, where that pays at all; and what assign_streams did."""
-    start = time.perf_counter()
+def overlapped(plan: Plan, device: torch.device, compiled: Compile, *, strict: bool) -> tuple[Plan, PassRun]:
+    """`plan` with another beside it that has side streams, where that pays at all; and what assign_streams did.
+
+    strict: where assign_streams fails its error is raised, else the report has it."""
     most = Buckets().whole[ROWS]
     ladder = [rows for rows in plan.buckets.get(ROWS, Buckets().ladder(ROWS) or ()) if rows <= most]
     rungs = tuple(1 << k for k in range(most.bit_length()))
     measure = measure_of(plan.sizes, device, compiled) if device.type == "cuda" else None
-    made, decisions = assign_streams(plan, rungs, measure)
-    nodes = sum(piece.nodes for piece in plan.pieces), sum(piece.nodes for piece in made.pieces)
+    made, run = run_plan_pass("assign_streams", lambda plan: assign_streams(plan, rungs, measure), plan, strict=strict)
     pays = tuple(rows for rows in ladder if round_up(rows, rungs) in made.pays_at)
     if pays:
         made = replace(made, pays_at=pays)
-        check_plan(made)
         for piece in made.pieces:
             compiled(piece.body, piece.key)
         plan = replace(plan, overlapped=made)
-    return plan, PassRun("assign_streams", decisions, *nodes, (time.perf_counter() - start) * 1e3)
+    return plan, run
 
 
 def measure_of(sizes: Mapping[str, str], device: torch.device, compiled: Compile) -> Measure:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from v41.errors import CheckNotStarted
 from v41.passes.pipeline import PIPELINE
+from v41.passes.plan_passes import PLAN_PASSES
 from v41.tools.bisect_command import SWITCH, bisect, passes_without
 from v41.tools.cli import main
 
-NAMES = tuple(each.name for each in PIPELINE)
+NAMES = (*(each.name for each in PIPELINE), *PLAN_PASSES)
 
 
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
