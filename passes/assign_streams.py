@@ -10,8 +10,9 @@ Legal when all RULES hold. Exact because a cone keeps its nodes and its inputs; 
 of the result by happens_before. Late cones take stream 1, early ones, which run for long, stream 2, so that none waits
 for another kind.
 
-Whether it pays hangs on the number of rows: a hidden kernel costs its bytes all the same. The plan that comes out is
-used at the rungs where its sites gain together, each by what `measure` says, or by prediction where nothing measures.
+Whether it pays hangs on the number of rows: a hidden kernel costs its bytes all the same. So it is judged site by site
+and rung by rung, by what `measure` says, or by prediction where nothing measures: at a rung a plan has the sites that
+gain there, and no other. Rungs with the same sites share a plan.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ from v41.report import Decision, source_of
 STREAMS = {"late": 1, "early": 2}
 
 
-@dataclass
+@dataclass(eq=False)
 class Site:
-    """A cone, and its times by rows in µs. own: of the cone; slack: of what runs beside it; gain: by how much the
-    caller's stream gets shorter."""
+    """A cone, and its times by rows in µs. own: of the cone; slack: of what runs beside it; predicted, measured: by how
+    much the caller's stream gets shorter, measured where that was possible."""
 
     cone: Cone
     sizes: dict[str, str]
     own: dict[int, float] = field(default_factory=dict)
     slack: dict[int, float] = field(default_factory=dict)
-    gain: dict[int, float] = field(default_factory=dict)
+    predicted: dict[int, float] = field(default_factory=dict)
+    measured: dict[int, float] = field(default_factory=dict)
 
     @cached_property
     def split(self) -> tuple[Piece, Piece | None, dict[str, str]]:
@@ -71,9 +73,12 @@ class Site:
         return self.split[1]
 
     @property
-    def pays_at(self) -> list[int]:
-        """Numbers of rows."""
-        return [rows for rows, gain in self.gain.items() if gain > 0 and self.own[rows] <= self.slack[rows]]
+    def gain(self) -> dict[int, float]:
+        """By rows, what it is judged by: a measurement is better."""
+        return self.predicted | self.measured
+
+    def pays_at(self, rows: int) -> bool:
+        return self.gain[rows] > 0 and self.own[rows] <= self.slack[rows]
 
 
 def is_not_capturable(site: Site) -> Node | None:
@@ -85,7 +90,7 @@ def outlasts_its_slack(site: Site) -> Node | None:
 
 
 def gains_nothing(site: Site) -> Node | None:
-    return site.cone.anchor if not site.pays_at else None
+    return site.cone.anchor if not any(map(site.pays_at, site.gain)) else None
 
 
 RULES: tuple[tuple[str, Callable[[Site], Node | None]], ...] = (  # in order: each may rely on those above
@@ -98,36 +103,49 @@ RULES: tuple[tuple[str, Callable[[Site], Node | None]], ...] = (  # in order: ea
 def assign_streams(plan: Plan, rungs: Sequence[int], measure: Measure | None = None) -> tuple[Plan, list[Decision]]:
     """`plan` with its legal cones on side streams, and a decision for each cone. No cone, and it is `plan` itself.
 
-    rungs: numbers of rows that a captured step may have. The plan that comes out says at which of them it pays.
+    rungs: numbers of rows that a captured step may have. The plan that comes out says at which of them it pays; one for
+    rungs where other cones pay is its `overlapped`, and so on.
     """
     times = Times(plan.sizes)
     sites = [Site(cone, plan.sizes) for cone in find_cones(PlanFacts(plan))]
-    kept: dict[int, Site] = {}  # position of the piece -> its site, the one that gains most
-    decisions = []
+    legal, decisions = list[Site](), list[Decision]()
     for site in sites:
         _time(site, plan, rungs, times, measure)
         broken = next(((rule, node) for rule, find in RULES if (node := find(site)) is not None), None)
         decisions.append(_decision(site, broken))
-        if broken is None:
+        legal += [site] if broken is None else []
+    rungs_of: dict[tuple[Site, ...], list[int]] = {}
+    for rows in rungs:
+        if chosen := _chosen(legal, rows):
+            rungs_of.setdefault(chosen, []).append(rows)
+    made: Plan | None = None
+    for chosen, pays in reversed(rungs_of.items()):
+        made = replace(_with_sides(plan, chosen), pays_at=tuple(pays), overlapped=made)
+    return made or plan, decisions
+
+
+def _chosen(sites: Sequence[Site], rows: int) -> tuple[Site, ...]:
+    """Of each piece the site that gains most with so many rows, where one does."""
+    kept: dict[int, Site] = {}
+    for site in sites:
+        if site.pays_at(rows):
             at = site.cone.at
-            kept[at] = max(site, kept.get(at, site), key=lambda each: sum(each.gain.values()))
-    if not kept:
-        return plan, decisions
-    gains = {rows: sum(site.gain[rows] for site in kept.values()) for rows in rungs}
-    made = replace(_with_sides(plan, kept), pays_at=tuple(rows for rows in rungs if gains[rows] > 0))
-    return made, decisions
+            kept[at] = max(kept.get(at, site), site, key=lambda each: each.gain[rows])
+    return tuple(kept.values())
 
 
 def _time(site: Site, plan: Plan, rungs: Sequence[int], times: Times, measure: Measure | None) -> None:
     """Fills in the times of `site`: measured where that is possible, the cone's with those of what it comes from."""
     cone = site.cone
     beside = plan.pieces[cone.ready + 1 : cone.reader]
+    of_cone, of_piece, of_rest = times.work(cone.nodes), times.piece(cone.piece), times.work(cone.rest)
     for rows in rungs:
         site.slack[rows] = sum(_us(piece, rows, times, measure) for piece in beside)
-        measured = _measured([site.side, cone.piece, *([site.rest] if site.rest else [])], rows, measure)
-        own, before, *after = measured or [times.work(cone.nodes).us(rows), times.piece(cone.piece).us(rows),
-                                           times.work(cone.rest).us(rows)]  # fmt: skip
-        site.own[rows], site.gain[rows] = own, before - sum(after) - times.machine.join_us
+        site.own[rows] = of_cone.us(rows)
+        site.predicted[rows] = of_piece.us(rows) - of_rest.us(rows) - times.machine.join_us
+        if measured := _measured([site.side, cone.piece, *([site.rest] if site.rest else [])], rows, measure):
+            site.own[rows], before, *after = measured
+            site.measured[rows] = before - sum(after) - times.machine.join_us
 
 
 def _measured(pieces: Sequence[Piece], rows: int, measure: Measure | None) -> list[float]:
@@ -147,24 +165,26 @@ def _decision(site: Site, broken: tuple[str, Node] | None) -> Decision:
         f"{site.cone.piece.name}_side" if site.cone.rest else site.cone.piece.name,
         source_of(site.cone.anchor),
     )
-    told = {"slack": site.slack, "own": site.own, "gain": site.gain}
+    gains = {"gain": site.gain, "predicted gain": site.predicted, "measured gain": site.measured}
+    told = {"slack": site.slack, "own": site.own, **gains}
     if broken is None:
         return Decision(True, name, source, times=told)
     rule, node = broken
     return Decision(False, name, source, rule, node.name, culprit_source=source_of(node), times=told)
 
 
-def _with_sides(plan: Plan, sites: dict[int, Site]) -> Plan:
-    """`plan` with `sites`, by the position of their pieces, on their streams."""
+def _with_sides(plan: Plan, sites: Sequence[Site]) -> Plan:
+    """`plan` with `sites`, of each piece one at most, on their streams."""
     early: dict[int, list[Piece]] = {}
     kept: dict[int, list[Piece]] = {}
-    for at, site in sites.items():
+    for site in sites:
+        at = site.cone.at
         kept[at] = [site.rest] if site.rest else []
         if site.cone.kind == "early":
             early.setdefault(site.cone.ready, []).append(site.side)
         else:
             kept[at].append(site.side)
     pieces = with_early(plan, kept, early)
-    specs = {name: told for site in sites.values() for name, told in site.split[2].items()}
+    specs = {name: told for site in sites for name, told in site.split[2].items()}
     made = replace(plan, pieces=tuple(pieces), values=plan.values | specs, events=())
     return synchronise(replace(made, buffers=buffers_again(made)))

@@ -21,7 +21,12 @@ from v41.plan import Plan
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises PlanBroken for the first rule that `plan` breaks."""
+    """Raises PlanBroken for the first rule that `plan` breaks, or one of the plans with side streams that it holds."""
+    for each in (plan, *plan.sides):
+        _check(each)
+
+
+def _check(plan: Plan) -> None:
     facts = PlanFacts(plan)
     for rule, find in RULES:
         for first, second, detail in find(facts):

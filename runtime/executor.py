@@ -13,7 +13,7 @@ alive. `executor` returns the function; its text is in `source`. Captured execut
 
 Where the plan has side streams and there are any, the function switches between them, marks events and waits for them,
 as the plan says; without streams it runs the pieces in order, which is one of the orders the plan allows. Where a plan
-holds another with side streams, the number of rows decides which of them runs.
+holds others with side streams, the number of rows decides which of them runs.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def executor(plan: Plan, artifacts: Mapping[str, Artifact], lanes: LanesOf | Non
     """The function that runs `plan`; `artifacts` holds a callable for every key of its pieces. lanes: makes the side
     streams of a plan; without, all runs on the caller's."""
     alone = _executor(plan, artifacts, lanes)
-    if plan.overlapped is None or lanes is None:
+    if not plan.sides or lanes is None:
         return alone
-    return by_rows(plan, alone, _executor(plan.overlapped, artifacts, lanes))
+    runs = [(each.pays_at, _executor(each, artifacts, lanes)) for each in plan.sides]
+    return by_rows(plan, alone, {rows: run for rungs, run in runs for rows in rungs})
 
 
 def _executor(plan: Plan, artifacts: Mapping[str, Artifact], lanes: LanesOf | None) -> Run:
@@ -87,18 +88,16 @@ def _executor(plan: Plan, artifacts: Mapping[str, Artifact], lanes: LanesOf | No
     return _function(text, scope | {"begin": lanes(plan)})
 
 
-def by_rows(plan: Plan, alone: Run, overlapped: Run) -> Run:
-    """`overlapped` for numbers of rows at which it pays, `alone` for others. Between two rungs the upper one counts."""
-    assert plan.overlapped is not None
+def by_rows(plan: Plan, alone: Run, overlapped: Mapping[int, Run]) -> Run:
+    """That of `overlapped` for numbers of rows at which one pays, else `alone`. Between two rungs the upper counts."""
     symbol = next(symbol for symbol, name in plan.sizes.items() if name == "rows")
     place, axis = place_of(plan, symbol)
-    pays = plan.overlapped.pays_at
-    rungs = sorted({*pays, *plan.buckets.get("rows", ())})
+    rungs = sorted({*overlapped, *plan.buckets.get("rows", ())})
 
     def run(inputs: list[Any]) -> tuple[Any, ...]:
         rows = inputs[place] if axis is None else inputs[place].shape[axis]
-        rung = rungs[at] if (at := bisect_left(rungs, rows)) < len(rungs) else None
-        return (overlapped if rung in pays else alone)(inputs)
+        rung = rungs[at] if (at := bisect_left(rungs, rows)) < len(rungs) else 0
+        return overlapped.get(rung, alone)(inputs)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

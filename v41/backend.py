@@ -36,7 +36,7 @@ from v41.lowering.grouped_products import MEAN
 from v41.lowering.tuned import Tuning
 from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
-from v41.overlap import lanes_of, overlapped, spans, wanted
+from v41.overlap import lanes_of, overlapped, pays_told, wanted
 from v41.passes.analysis.collectives import spoken
 from v41.passes.check_plan import check_plan
 from v41.passes.open_reduced import open_reduced
@@ -178,10 +178,9 @@ def build(
                 artifacts[key] = artifact(body, ["side work"], order, report, ranges)
             return artifacts[key]
 
-        plan, run = overlapped(plan, device, compiled, strict=options.strict)
+        plan, run = overlapped(in_buckets(plan, options.buckets or {}), device, compiled, strict=options.strict)
         report.passes.append(run)
-        rows = plan.overlapped.pays_at if plan.overlapped else ()
-        who = f"{who}; {run.applied} of {len(run.decisions)} sites, at {spans(rows)} rows"
+        who = f"{who}; {run.applied} of {len(run.decisions)} sites, at {pays_told(plan)} rows"
     report.options["overlap"] = ("on" if plan.overlapped else "off", who)
     narrowed = sum(getattr(made, "narrowed", 0) for made in artifacts.values())
     if narrowed:

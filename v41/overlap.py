@@ -1,7 +1,7 @@
 """overlap: the plan of a program with side work on streams of its own, and the numbers of rows for which it is used.
 
-    plan                  pieces on the caller's stream                    more rows, uncaptured steps, prefill
-    plan.overlapped       the same work on several, with events            decode steps that are captured, where it pays
+    plan            pieces on the caller's stream                    more rows, uncaptured steps, prefill
+    plan.sides      the same work on several, with events            decode steps that are captured, where it pays
 
 Whether it pays is measured here where there is a GPU: each kind of piece alone, whole and without its side work, at
 powers of two of rows. Between those the upper one counts. What cannot be run alone (its inputs are places in caches) is
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -59,21 +60,23 @@ def lanes_of(device: torch.device) -> LanesOf | None:
 
 
 def overlapped(plan: Plan, device: torch.device, compiled: Compile, *, strict: bool) -> tuple[Plan, PassRun]:
-    """`plan` with another beside it that has side streams, where that pays at all; and what assign_streams did.
+    """`plan`, which has buckets, with others beside it that have side streams, where that pays at all; and what
+    assign_streams did.
 
     strict: where assign_streams fails its error is raised, else the report has it."""
     most = Buckets().whole[ROWS]
-    ladder = [rows for rows in plan.buckets.get(ROWS, Buckets().ladder(ROWS) or ()) if rows <= most]
+    ladder = [rows for rows in plan.buckets.get(ROWS, ()) if rows <= most]
     rungs = tuple(1 << k for k in range(most.bit_length()))
     measure = measure_of(plan.sizes, device, compiled) if device.type == "cuda" else None
     made, run = run_plan_pass("assign_streams", lambda plan: assign_streams(plan, rungs, measure), plan, strict=strict)
-    pays = tuple(rows for rows in ladder if round_up(rows, rungs) in made.pays_at)
-    if pays:
-        made = replace(made, pays_at=pays)
-        for piece in made.pieces:
-            compiled(piece.body, piece.key)
-        plan = replace(plan, overlapped=made)
-    return plan, run
+    sides: Plan | None = None
+    for each in reversed((made, *made.sides)):
+        pays = tuple(rows for rows in ladder if round_up(rows, rungs) in each.pays_at)
+        if pays:
+            sides = replace(each, pays_at=pays, overlapped=sides)
+            for piece in each.pieces:
+                compiled(piece.body, piece.key)
+    return replace(plan, overlapped=sides), run
 
 
 def measure_of(sizes: Mapping[str, str], device: torch.device, compiled: Compile) -> Measure:
@@ -111,6 +114,8 @@ def runs_alone(body: GraphModule, sizes: Mapping[str, str]) -> bool:
     return floats and {sizes.get(symbol) for value in values for symbol in symbols_in(value)} <= {ROWS}
 
 
-def spans(rows: tuple[int, ...]) -> str:
-    """Numbers of rows in few words."""
-    return f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else str(rows[0]) if rows else "no"
+def pays_told(plan: Plan) -> str:
+    """At which numbers of rows side streams are used, as runs of rungs: "1 to 8, 24"; "no" where at none."""
+    ladder, pays = plan.buckets.get(ROWS, ()), {rows for each in plan.sides for rows in each.pays_at}
+    runs = [tuple(run) for used, run in groupby(ladder, key=pays.__contains__) if used]
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "no"

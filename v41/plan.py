@@ -110,7 +110,7 @@ class Plan:
     buffers: dict[str, Buffer] = field(default_factory=dict)  # one for every tensor of `values`
     events: tuple[Event, ...] = ()  # none where all pieces are on one stream
     pays_at: tuple[int, ...] = ()  # of a plan with side streams: numbers of rows for which it beats the one without
-    overlapped: Plan | None = None  # the same program with work on side streams, where it pays
+    overlapped: Plan | None = None  # the same program with work on side streams, where it pays; see `sides`
     rebuilt: tuple[int, ...] = ()  # outputs handed to nobody: AOTAutograd returns a view of an input of their layout
     groups: tuple[str, ...] = ()  # names of the process groups that it speaks to, in order of first use
     collectives: tuple[str, ...] = ()  # what it says to them, in order (passes/analysis/collectives.py)
@@ -122,6 +122,11 @@ class Plan:
         for piece in self.pieces:
             shared.setdefault(piece.key, []).append(piece.name)
         return shared
+
+    @property
+    def sides(self) -> tuple[Plan, ...]:
+        """The plans with side streams, each for the numbers of rows in its `pays_at`, of which no two share one."""
+        return (self.overlapped, *self.overlapped.sides) if self.overlapped else ()
 
     def border(self, index: int) -> tuple[str, ...]:
         """Names of the values that live between piece `index - 1` and piece `index`, in order of their making."""

@@ -55,7 +55,11 @@ def boundaries(stack: Stack) -> GraphModule:
 
 
 def check_streams(gm: GraphModule, plan: Plan, made: Plan, seeds: Sequence[int] = (0, 1, 2)) -> None:
-    """`made` is sound, needs each of its events, and gives the plan's bits in any order that these leave open."""
+    """`made` is sound, needs each of its events, and gives the plan's bits in any order that these leave open; so do
+    the plans of other rungs that it holds."""
+    if made.overlapped is not None:
+        check_streams(gm, plan, made.overlapped, seeds)
+        made = replace(made, overlapped=None)
     check_plan(made)
     check_sides(made)
     for event in made.events:
@@ -165,9 +169,75 @@ def test_it_is_used_at_the_rungs_where_it_pays() -> None:
     """Above 4 rows the rest alone takes as long as all did."""
     _, plan = compiled(*LATE)
     made, (decision,) = assign_streams(plan, (1, 4, 16, 64), lambda body, rows: by_nodes(body, rows) if rows < 9 else 5)
-    assert made.pays_at == (1, 4) and decision.times is not None
+    assert made.pays_at == (1, 4) and made.overlapped is None and decision.times is not None
     assert {rows: gain > 0 for rows, gain in decision.times["gain"].items()} == {1: True, 4: True, 16: False, 64: False}
     assert Plan.from_json(replace(plan, overlapped=made).to_json()) == replace(plan, overlapped=made)
+
+
+TWICE = ["keep", "seam", "seam", "use", "seam", "keep", "seam", "look up", "seam", "seam", "use", "seam"]
+
+
+def test_a_site_is_off_at_the_rungs_where_it_costs() -> None:
+    """At 8 rows the first site alone is measured to lose, so there the plan is one without it."""
+    gm, plan = compiled(*TWICE)
+    sites = assign_streams(plan, RUNGS, by_nodes)[1]
+    first = plan.pieces[0].body
+
+    def measure(body: GraphModule, rows: int) -> float:
+        return 0.0 if rows == 8 and body is first else by_nodes(body, rows)
+
+    made, decisions = assign_streams(plan, (1, 8), measure)
+    assert len(sites) > 1 and all(each.applied for each in decisions)
+    whole, fewer = made, made.overlapped
+    assert fewer is not None and (whole.pays_at, fewer.pays_at) == ((1,), (8,))
+    assert {*streams_of(whole)} - {*streams_of(fewer)} == {"piece_0_side@1"} and streams_of(fewer)
+    assert replace(plan, overlapped=made).sides == (whole, fewer)
+    check_streams(gm, plan, made)
+    decision = decisions[0]
+    assert decision.times is not None and decision.times["measured gain"] == decision.times["gain"]
+    assert decision.times["gain"][8] < 0 < decision.times["gain"][1]
+    assert decision.times["predicted gain"].keys() == {1, 8}
+
+
+def test_what_nothing_measures_is_judged_by_prediction() -> None:
+    _, plan = compiled(*LATE)
+    made, (decision,) = assign_streams(plan, RUNGS, lambda body, rows: None)
+    assert decision.times is not None and decision.times["measured gain"] == {} and made.sides == ()
+    assert decision.times["gain"] == decision.times["predicted gain"]
+
+
+def test_the_plan_of_its_rung_runs() -> None:
+    """Between rungs the upper one counts; beyond them, and without streams, all runs on one."""
+    _, plan = compiled(*TWICE)
+    made, _ = assign_streams(plan, (1, 4), lambda body, rows: by_nodes(body, rows) if rows < 4 else 2.0)
+    first, second = (replace(made, pays_at=pays, overlapped=None) for pays in ((1, 2), (4,)))
+    plan = replace(plan, overlapped=replace(first, overlapped=second), buckets={"rows": (1, 2, 4, 8)})
+    begun: list[tuple[int, ...]] = []
+    artifacts = {piece.key: eager_artifact(piece.body) for piece in (*plan.pieces, *made.pieces)}
+
+    class Quiet:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: None
+
+    def lanes(of: Plan) -> Any:
+        return lambda: begun.append(of.pays_at) or Quiet()
+
+    def chosen(run: Any, rows: int) -> list[tuple[int, ...]]:
+        begun.clear()
+        run(inputs_of(plan, rows))
+        return list(begun)
+
+    run = executor(plan, artifacts, lanes)
+    assert [chosen(run, rows) for rows in (1, 2, 3, 4)] == [[(1, 2)], [(1, 2)], [(4,)], [(4,)]]
+    assert [chosen(run, rows) for rows in (5, 8, 9)] == [[], [], []]
+    assert chosen(executor(plan, artifacts), 1) == []
+
+
+def inputs_of(plan: Plan, rows: int) -> list[Any]:
+    """Inputs of a program of side_work.py, by what each is."""
+    values = {"f32[u0, 4]": torch.randn(rows, 4), "i64[u0]": torch.zeros(rows, dtype=torch.int64), "int u0": rows}
+    static = {"f32[4, 4]": torch.randn(4, 4), "f32[2, 4]": torch.randn(2, 4), "f32[5, 4]": torch.zeros(5, 4)}
+    return [(values | static)[plan.values[name]] for name in plan.inputs]
 
 
 def flawed(rule: str) -> tuple[Plan, Any]:

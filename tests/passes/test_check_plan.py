@@ -148,6 +148,15 @@ def test_every_rule_has_a_bug() -> None:
     assert [rule for rule, _ in RULES if not any(words in rule for _, words, _, _ in BUGS.values())] == []
 
 
+def test_plans_with_side_streams_are_checked_wherever_they_are_held() -> None:
+    wrong = sound(events=("a b",))
+    for held in (replace(SOUND, overlapped=wrong), replace(SOUND, overlapped=replace(SOUND, overlapped=wrong))):
+        with pytest.raises(PlanBroken, match="back to it"):
+            check_plan(held)
+    check_plan(replace(SOUND, overlapped=replace(SOUND, overlapped=SOUND)))
+    assert wrong.sides == ()
+
+
 def several(*waited: bool) -> Plan:
     """One collective of two tensors, whose results are waited for, or not."""
     graph = Graph()

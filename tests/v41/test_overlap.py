@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked
+from torch.fx import GraphModule
 
 import v41
 from tests.cpu_graphs import CpuGraphs, record_captures
-from tests.passes.test_assign_streams import by_kind
+from tests.passes.test_assign_streams import US, by_kind
 from tests.strategies.mhc import Stack
+from tests.strategies.plans import plan
 from v41 import backend, overlap
 from v41.errors import InvalidOptionValue
 from v41.options import parse
 from v41.passes.assign_streams import assign_streams
 from v41.passes.side_work import HALVES
 from v41.plan import Plan
+from v41.regions import region_of, regions
 from v41.report import CompileReport
 from v41.runtime.executor import LanesOf, events_of
 
@@ -79,16 +83,16 @@ def rows_of(count: int) -> Tensor:
     return made
 
 
-def compiled(**options: Any) -> tuple[Any, list[Tensor], list[CompileReport]]:
-    function, _, weights = STACK.to_trace()
+def compiled(stack: Stack = STACK, **options: Any) -> tuple[Any, list[Tensor], list[CompileReport]]:
+    function, _, weights = stack.to_trace()
     fast = torch.compile(function, backend="v41", options={"codegen": "eager", "cache": False, **options})
     with v41.collect() as reports:
         fast(rows_of(3), *weights)
     return fast, weights, reports
 
 
-def check_bits(fast: Any, weights: list[Tensor], count: int) -> None:
-    function, x = STACK.to_trace()[0], rows_of(count)
+def check_bits(fast: Any, weights: list[Tensor], count: int, stack: Stack = STACK) -> None:
+    function, x = stack.to_trace()[0], rows_of(count)
     pairs = zip(fast(x, *weights), function(x, *weights), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
@@ -119,6 +123,36 @@ def test_an_uncaptured_step_switches_streams_where_asked(calls: Calls) -> None:
     calls.clear()
     check_bits(fast, weights, 9)
     assert not calls
+
+
+def test_each_rung_has_the_plan_of_its_sites(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two boundaries the first is measured to lose beyond 2 rows; beyond 8 no plan is used."""
+
+    def assigned(plan: Plan, rungs: Any, measure: Any) -> Any:
+        sites = [p.body for p in plan.pieces if any(region_of(call).kind in US for call in regions(p.body))]
+
+        def measured(body: GraphModule, rows: int) -> float:
+            loses = body is sites[0] and rows > 2
+            return 9.0 if rows > 8 else by_kind(body, rows) - 9.0 * loses
+
+        return assign_streams(plan, rungs, measured)
+
+    monkeypatch.setattr(overlap, "assign_streams", assigned)
+    two, own = Stack(sites=2, iters=1), {"rows": (1, 2, 4, 6, 20)}
+    fast, weights, (report,) = compiled(two, overlap="on", capture="off", buckets=own)
+    assert report.plan is not None
+    assert [each.pays_at for each in report.plan.sides] == [(1, 2), (4, 6)]
+    assert report.options["overlap"] == ("on", "options; 2 of 2 sites, at 1 to 6 rows")
+    for rows, switches in ((1, 2), (2, 2), (3, 1), (6, 1), (7, 0), (20, 0), (21, 0)):
+        calls.clear()
+        check_bits(fast, weights, rows, two)
+        assert calls.count("switch 1") == switches, rows
+
+
+def test_rungs_are_told_in_runs() -> None:
+    bare = plan("x", "y", "a: x -> y,")
+    made = replace(bare, buckets={"rows": (1, 2, 4, 8, 16)}, overlapped=replace(bare, pays_at=(1, 2, 8)))
+    assert (overlap.pays_told(made), overlap.pays_told(bare)) == ("1 to 2, 8", "no")
 
 
 def test_it_is_off_unless_asked_for(calls: Calls) -> None:
