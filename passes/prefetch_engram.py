@@ -53,7 +53,7 @@ def waits_for_a_layer(site: Site) -> Node | None:
 
 RULES: tuple[tuple[str, Callable[[Site], Node | None]], ...] = (
     ("only computes", has_an_effect),
-    ("hangs on values that are there before the pieces in front of it, and are not written", waits_for_a_layer),
+    ("hangs on values that are there before the device works in front of it, and are not written", waits_for_a_layer),
 )
 
 
@@ -66,7 +66,7 @@ def prefetch_engram(plan: Plan) -> tuple[Plan, list[Decision]]:
     for at, piece in facts.bodies():
         if piece.uncapturable is None:
             continue
-        site = Site(at, piece, next((cone for cone in finder.early(at, piece) if not cone.rest), None))
+        site = Site(at, piece, next((cone for cone in finder.early(at, piece) if _spares(plan, cone)), None))
         broken = next(((rule, node) for rule, find in RULES if (node := find(site)) is not None), None)
         decisions.append(_decision(site, broken))
         if broken is None and site.cone is not None:
@@ -78,6 +78,13 @@ def prefetch_engram(plan: Plan) -> tuple[Plan, list[Decision]]:
     pieces = with_early(plan, kept, moved)
     made = replace(plan, pieces=tuple(pieces))
     return synchronise(replace(made, buffers=buffers_again(made))), decisions
+
+
+def _spares(plan: Plan, cone: Cone) -> bool:
+    """Whether all of a piece can begin before what the device does in front of it. In front of the host's own pieces
+    it would only change places with them, at every run of this pass."""
+    between = plan.pieces[cone.ready + 1 : cone.at]
+    return not cone.rest and any(each.uncapturable is None and (each.returns or each.writes) for each in between)
 
 
 def _decision(site: Site, broken: tuple[str, Node] | None) -> Decision:

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tests.invariants import apply, check_kept, check_repeatable, check_same_values, check_settled, copy_program
+from tests.invariants import (
+    apply,
+    check_fired_share,
+    check_kept,
+    check_repeatable,
+    check_same_values,
+    check_settled,
+    copy_program,
+)
 from tests.strategies.norms import trace_as_is
 from tests.strategies.ranks import ranks
 from v41.passes import drop_lone_collectives as module
 from v41.passes.analysis.effects import effect_of
 from v41.passes.canonicalize import canonicalize
 from v41.passes.drop_lone_collectives import RULES, drop_lone_collectives
+from v41.passes.pipeline import PIPELINE, run_pipeline
 from v41.passes.verify import EFFECTS, WRITES, facts
 from v41.report import Decision
 
 c10d = torch.ops._c10d_functional
+(LONE,) = (each for each in PIPELINE if each.run is drop_lone_collectives)
 
 
 @contextmanager
@@ -100,6 +112,51 @@ def test_what_might_scale_stays() -> None:
 
 def test_every_rule_is_broken_above() -> None:
     assert dict(RULES).keys() == {"one number reduced is that number"}
+
+
+SPOKEN = {  # what a step says to its group, on [5, 8]; all of it keeps values as they are where the group is of one
+    "sum": lambda x, group: all_reduced(x, group),
+    "average": lambda x, group: all_reduced(x, group, "avg"),
+    "gather": lambda x, group: c10d.wait_tensor(c10d.all_gather_into_tensor(x, 1, group))[: x.shape[0]],
+    "scatter": lambda x, group: c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", 1, group)),
+    "scaled": lambda x, group: all_reduced(x, group, "premul_sum"),
+}
+
+
+def spoken(steps: Sequence[tuple[str, int]], groups: Mapping[int, str]) -> list[Decision]:
+    """What was decided of a program that says these, each to a group of so many ranks."""
+
+    def run(x: Tensor) -> Tensor:
+        for name, count in steps:
+            x = SPOKEN[name](x, groups[count]).tanh()
+        return x
+
+    gm = trace_as_is(run, [torch.randn(5, 8)])
+    said = collectives(gm)
+    program, (dropped,) = run_pipeline(gm, [LONE], check=True, strict=True)
+    assert said.count("wait_tensor") - collectives(program).count("wait_tensor") == dropped.applied
+    return dropped.decisions
+
+
+def test_of_any_collectives_those_of_one_rank_go_and_no_other() -> None:
+    fired: list[bool] = []
+
+    @given(st.lists(st.tuples(st.sampled_from(sorted(SPOKEN)), st.sampled_from([1, 1, 3])), min_size=1, max_size=4))
+    def draw(steps: list[tuple[str, int]]) -> None:
+        decisions = spoken(steps, groups)
+        assert [each.applied for each in decisions] == [name != "scaled" for name, count in steps if count == 1]
+        fired.extend(name != "scaled" and count == 1 for name, count in steps)
+
+    with ranks(3):
+        groups = {3: "0", 1: dist.new_group([0]).group_name}
+        draw()
+    check_fired_share(fired)
+
+
+@given(st.lists(st.sampled_from(sorted(SPOKEN)), min_size=1, max_size=4))
+def test_nothing_is_decided_of_several_ranks(names: list[str]) -> None:
+    with ranks(3):
+        assert spoken([(name, 3) for name in names], {3: "0"}) == []
 
 
 WRONG: dict[str, tuple[Any, str, Any]] = {

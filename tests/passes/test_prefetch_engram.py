@@ -13,7 +13,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx import GraphModule
 
+from tests.invariants import check_fired_share
 from tests.side_streams import SideStreams
 from tests.strategies.engrams import TABLE, VOCABULARY, Lookup
 from tests.strategies.side_work import check_sides
@@ -25,11 +27,12 @@ from v41.passes.canonicalize import canonicalize
 from v41.passes.check_plan import check_plan
 from v41.passes.outline_engram import outline_engram
 from v41.passes.partition import partition
+from v41.passes.plan_passes import run_plan_pass
 from v41.passes.prefetch_engram import RULES, prefetch_engram
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
-from v41.passes.same_values import same_bits
+from v41.passes.same_values import random_inputs, same_bits
 from v41.plan import Plan, spec
-from v41.regions import body_of, outline, regions
+from v41.regions import body_of, flatten, outline, regions
 from v41.report import Decision
 from v41.runtime.executor import Run, eager_artifact, executor
 
@@ -130,6 +133,81 @@ def test_on_side_streams_no_bit_changes_whatever_the_ids(tokens: Sequence[tuple[
     artifacts, order = runs(plan, made), random.Random(seed)
     side = SideStreams(made, artifacts, order.choice)
     check_same(executor(plan, artifacts), side.run, plan, ids)
+
+
+# ---- any program: layers, writes, and look-ups that the host runs
+
+TABLES = torch.randn(2, 3, 4)  # a table of three rows, and a cache of as many
+STEPS = ("layer", "layer", "write", "by ids", "by ids", "by what a layer gave", "in the cache")
+
+
+@cache
+def hosted(*steps: str) -> tuple[GraphModule, Plan]:
+    """The program of these steps, and its plan; each look-up is a piece of the host's."""
+
+    def run(x: Tensor, ids: Tensor, table: Tensor, cache: Tensor) -> Tensor:
+        for step in steps:
+            match step:
+                case "layer":
+                    x = x.tanh()
+                case "write":
+                    cache[0].copy_(x.sum(0))
+                case "by ids":
+                    x = x + table[ids].relu()
+                case "by what a layer gave":
+                    x = x + table[ids.masked_fill(x.sum(-1) > 0, 2)].relu()
+                case _:
+                    x = x + cache[ids].relu()
+        return x * 2
+
+    gm = trace(run, torch.randn(3, 4), torch.tensor([1, 0, 1]), static=[*TABLES])
+    canonicalize(gm)
+    reinplace_cache_writes(gm)
+    for node in list(gm.graph.nodes):
+        if node.target is torch.ops.aten.tanh.default:
+            outline(gm, [node], kind="seam")
+        elif node.target is torch.ops.aten.relu.default:
+            outline(gm, [node.args[0], node], kind="look_up")
+    plan = partition(gm, cut_at=["seam", "look_up"], along="rows")
+    host = [replace(p, uncapturable="a table on cpu" if p.border == "region look_up" else None) for p in plan.pieces]
+    return gm, replace(plan, pieces=tuple(host))
+
+
+def check_prefetched(steps: Sequence[str], seed: int) -> list[bool]:
+    """Of each look-up whether it moved. Nothing else moves, no bit changes, and then there is nothing left to move."""
+    gm, plan = hosted(*steps)
+    made, run = run_plan_pass("prefetch_engram", prefetch_engram, plan, strict=True)
+    moved = {each.node for each in run.decisions if each.applied}
+    order = [[piece.name for piece in each.pieces if piece.name not in moved] for each in (plan, made)]
+    assert order[0] == order[1] and {piece.name for piece in made.pieces} == {piece.name for piece in plan.pieces}
+    assert prefetch_engram(made)[0] == made
+    artifacts, given = runs(plan), random_inputs(flatten(gm), 3, seed=seed)
+    twins = [value.clone() if isinstance(value, Tensor) else value for value in given]
+    results = [executor(each, artifacts)(list(values)) for each, values in ((plan, given), (made, twins))]
+    pairs = zip([*given, *results[0]], [*twins, *results[1]], strict=True)
+    assert all(same_bits(one, other) if isinstance(one, Tensor) else one == other for one, other in pairs)
+    return [each.applied for each in run.decisions]
+
+
+def test_of_any_look_ups_those_move_that_hang_on_what_is_there() -> None:
+    fired: list[bool] = []
+
+    @given(st.lists(st.sampled_from(STEPS), min_size=2, max_size=7), st.integers(0, 2**16))
+    @settings(max_examples=max(6, settings.default.max_examples // 3), phases=[Phase.generate])
+    def draw(steps: list[str], seed: int) -> None:
+        still = () if "write" in steps else ("in the cache",)
+        wanted = [bool(at) and step in ("by ids", *still) for at, step in enumerate(steps) if step[:2] in ("by", "in")]
+        assert check_prefetched(steps, seed) == wanted, steps
+        fired.extend(wanted)
+
+    draw()
+    check_fired_share(fired)
+
+
+@given(st.lists(st.sampled_from(["layer", "write", "by what a layer gave", "in the cache"]), min_size=1, max_size=6))
+@settings(max_examples=max(4, settings.default.max_examples // 5), phases=[Phase.generate])
+def test_nothing_moves_that_hangs_on_a_layer_or_a_write(steps: list[str]) -> None:
+    assert not any(check_prefetched(["write", *steps], 0))
 
 
 FLAWS = {"ids hang on a layer": RULES[1][0], "tables are written": RULES[1][0], "it draws": RULES[0][0]}
