@@ -86,6 +86,9 @@ def add_source(command: argparse.ArgumentParser, *, position: bool = True) -> No
 
 
 def add_layers(command: argparse.ArgumentParser) -> None:
+    """What is captured, where a model is."""
+    told = "as for that codegen: triton (this: as on a GPU, which need not be here), inductor, or eager, as on a CPU"
+    command.add_argument("--codegen", choices=("triton", "inductor", "eager"), default="triton", help=told)
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of a preset or checkpoint")
     told = "as one of N processes that share a preset or checkpoint runs it (1)"
     command.add_argument("--ranks", type=positive, default=1, metavar="N", help=told)

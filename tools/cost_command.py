@@ -8,8 +8,9 @@ take on a GPU.
     all                    1312    ...
     estimated from shapes, not measured: ...
 
-Each operand is read once and each result written once. A region counts as one kernel, also where none is generated for
-its kind yet (~). Apart: bytes and launches of the same work with a kernel for each node, as eager has it.
+Each operand is read once and each result written once. A region counts as one kernel, also where the backend generates
+none for it (~: v41 kernels says why). Apart: bytes and launches of the same work with a kernel for each node, as in
+eager.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from v41.passes.pipeline import CUT_AT, ROW_KERNELS
 from v41.tools.formulas import evaluate
 from v41.tools.gpus import GPU, gpu_named
 from v41.tools.json_output import print_json
@@ -48,6 +48,7 @@ class Total:
     seconds: float = 0.0  # the least
     apart_bytes: int = 0
     apart_launches: int = 0
+    kernels: int = 0  # of `count`: what runs a kernel generated for it
 
     @property
     def moved(self) -> int:
@@ -57,6 +58,7 @@ class Total:
         read, written = evaluate(work.read, symbols), evaluate(work.written, symbols)
         flops = evaluate(work.flops, symbols) if work.flops is not None else 0
         self.count += work.count
+        self.kernels += work.count * work.kernel
         self.launches += work.count * work.launches
         self.read += work.count * read
         self.written += work.count * written
@@ -106,22 +108,22 @@ def show(console: Console, run: Run, steps: Sequence[Step], gpu: GPU) -> None:
 def costs_table(found: Sequence[Total], gpu: GPU) -> Table:
     made = table("part", "launches", "MB", "GFLOP", "flop/B", "us, least", "by", "MB apart", "apart")
     for total in found:
-        name = total.part if has_kernel(total.part) else f"{total.part} ~"
+        name = total.part if fused(total) else f"{total.part} ~"
         rate = total.flops / total.moved if total.moved else None
         add(made, name, total.launches, total.moved / 1e6, total.flops / 1e9, rate, total.seconds * 1e6,
             gpu.bound(total.moved, total.flops), total.apart_bytes / 1e6, total.apart_launches)  # fmt: skip
     return made
 
 
-def has_kernel(part: str) -> bool:
-    """Whether a part is what it is counted as: a region of a kind with a kernel of its own, or no region."""
-    return part in (PRODUCTS, OTHERS, "all") or part.split()[0] in (*CUT_AT, *ROW_KERNELS)
+def fused(total: Total) -> bool:
+    """Whether a part is what it is counted as: regions each of which has a generated kernel, or no regions."""
+    return total.part in (PRODUCTS, OTHERS, "all") or total.kernels == total.count
 
 
 def remarks(run: Run, gpu: GPU) -> Iterator[str]:
     yield "estimated from shapes, not measured: each operand read once, each result written once, at full rate"
     yield "whole     what a region decodes before it picks from it counts whole: packed experts all, for any rows"
-    yield "~         counted as one kernel, which is not generated yet: today Inductor fuses what it can of it"
+    yield "~         counted as one kernel, which is not generated for all of them: Inductor fuses what it can"
     yield "apart     bytes and launches of the same work with a kernel for each node"
     yield f"{gpu.name:9} {gpu.bytes_per_s / 1e12:.3g} TB/s, {gpu.flops_per_s / 1e12:.0f} TFLOP/s bf16: {gpu.source}"
     if names := unknown(run.work):
@@ -140,7 +142,7 @@ def values(run: Run, steps: Sequence[Step], gpu: GPU) -> dict[str, Any]:
                 "label": step.label,
                 "sizes": step.sizes,
                 "parts": [
-                    asdict(total) | {"bound": gpu.bound(total.moved, total.flops), "kernel": has_kernel(total.part)}
+                    asdict(total) | {"bound": gpu.bound(total.moved, total.flops)}
                     for total in totals(run.work, step, gpu)
                 ],
             }

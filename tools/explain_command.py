@@ -142,11 +142,13 @@ def placed(run: Run, piece: str) -> dict[str, list[str]]:
 
 
 def runs(run: Run, piece: Piece) -> str:
+    if run.codegen == "eager":
+        return "its ATen nodes, one by one"
     kernel = next((each for each in run.kernels if piece.name in each.pieces), None)
     if kernel is None:
         return "through Inductor on a GPU, as ATen nodes on a CPU"
     if kernel.refusal is not None:
-        return f"through Inductor: no kernel is generated, since {kernel.refusal}"
+        return f"through Inductor on a GPU: no kernel is generated, since {kernel.refusal}"
     return f"kernel {kernel.name} on a GPU (v41 kernels --show {kernel.name}), as ATen nodes on a CPU"
 
 

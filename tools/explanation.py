@@ -55,11 +55,13 @@ class Explanation:
         write_whole(Path(path), page(self.run))
 
 
-def explain(model: nn.Module, *inputs: Any) -> Explanation:
+def explain(model: nn.Module, *inputs: Any, codegen: str = "triton") -> Explanation:
     """What v41 makes of model(*inputs). Sizes that are to change are marked as for torch.compile.
+
+    codegen: how pieces would run: "triton" as on a GPU, which need not be here, "inductor", or "eager" as on a CPU.
 
     GraphNotWhole where Dynamo would cut the graph.
     """
     with collect(programs=True):
-        inspection = capture_call(lambda: (model, inputs))
+        inspection = capture_call(lambda: (model, inputs), codegen=codegen)
     return Explanation(run_of(inspection, type(model).__name__))

@@ -24,7 +24,6 @@ from torch.fx import GraphModule
 
 from v41._compat import input_name, without_storage
 from v41._compat_tools import not_whole
-from v41.backend import v41
 from v41.errors import GraphNotWhole
 from v41.model_def.batch import Batch, Chunk, build_batch
 from v41.model_def.cache import Cache
@@ -32,7 +31,8 @@ from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.plan import Piece, Plan
 from v41.regions import Region, region_of, regions
-from v41.report import CompileReport, Decision, collect
+from v41.report import CompileReport, Decision, collect, publish
+from v41.tools.planning import plan_only
 
 PHASES = ("model", "Dynamo", "AOTAutograd, passes, partition")  # of a capture, in order
 CHUNKS = (23, 40, 1)  # rows of each request in the traced step; the program is the same for any
@@ -67,9 +67,9 @@ class LayerView:
     pieces: list[Piece] = field(default_factory=list)
 
 
-def capture(build: Callable[[], V41ForCausalLM]) -> Inspection:
+def capture(build: Callable[[], V41ForCausalLM], codegen: str = "eager") -> Inspection:
     """The model that `build` makes, captured for a ragged step of a few requests."""
-    return capture_call(lambda: step_of(build))
+    return capture_call(lambda: step_of(build), codegen=codegen)
 
 
 def step_of(build: Callable[[], V41ForCausalLM]) -> tuple[V41ForCausalLM, tuple[Batch, Cache]]:
@@ -84,12 +84,14 @@ def step_of(build: Callable[[], V41ForCausalLM]) -> tuple[V41ForCausalLM, tuple[
 def capture_call(
     make: Callable[[], tuple[nn.Module, Sequence[Any]]],
     *,
+    codegen: str = "eager",
     verify: bool | str = False,
     told: Callable[[str], None] = lambda phase: None,
 ) -> Inspection:
     """A call of the model with the inputs that `make` returns with it, captured. GraphNotWhole where Dynamo cuts it.
 
-    verify: the backend's option of that name. told: hears which phase begins.
+    codegen: how pieces are to run, on a device that need not be here (planning.py). verify: the backend's option of
+    that name. told: hears which phase begins.
     """
     clock = time.perf_counter
     start, cpu = clock(), time.process_time()
@@ -101,7 +103,7 @@ def capture_call(
         seconds["dynamo"] = clock() - start - seconds["model"]
         names.extend(input_name(node) for node in gm.graph.nodes if node.op == "placeholder")
         told(PHASES[2])
-        v41(gm, inputs, options={"codegen": "eager", "cache": False, "verify": verify})
+        publish(plan_only(gm, inputs, codegen, verify))
 
         def stop(*_: Any) -> Any:
             raise Captured

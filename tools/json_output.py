@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 VERSIONS = {  # of what each command prints, and of the files of a saved run
-    **dict.fromkeys(("run", "inspect", "passes", "why-not", "diff", "generate"), 1),
-    **dict.fromkeys(("capture", "cost", "explain", "partition", "memory", "kernels", "verify", "bisect"), 1),
-    "timeline": 1,
+    **dict.fromkeys(("inspect", "passes", "why-not", "diff", "generate"), 1),
+    **dict.fromkeys(("capture", "explain", "partition", "memory", "kernels", "verify", "bisect", "timeline"), 1),
+    **dict.fromkeys(("run", "cost"), 2),
 }
 
 

@@ -2,14 +2,15 @@
 
     mhc_boundary_3fa2b1c7   pieces piece_4, piece_8, ...   rows 1: grid of 1 x 40, 4 warps   rows 64: ...
 
-Made from the pieces' bodies alone, so no GPU need be there: outside of one a program runs its ATen nodes, and this is
-what it would launch. `compiled` then compiles them for a GPU by name, in another process (lowering/cross_compile.py).
+Made from the pieces' bodies alone, by the backend's own decision (backend.kernel_of), so no GPU need be there: outside
+of one a program runs its ATen nodes, and this is what it would launch. `compiled` then compiles them for a GPU by name,
+in another process (lowering/cross_compile.py).
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 
 from v41._compat import without_storage
+from v41.backend import kernel_of, kinds_cut_out
 from v41.lowering.cross_compile import Facts, Request, compile_for
-from v41.lowering.generated import GeneratedPiece, generate_piece
+from v41.lowering.generated import GeneratedPiece
 from v41.lowering.rowwise.launch import Kernel
-from v41.passes.pipeline import CUT_AT, ROW_KERNELS
 from v41.plan import Piece, Plan
-from v41.regions import cuts, region_of, regions
+from v41.regions import region_of, regions
 
 ROWS = (1, 64, 4096)  # for which launches are told
 POINTER = {
@@ -55,23 +56,31 @@ class KernelFacts:
     refusal: str | None = None
 
 
-def kernels_of(plan: Plan) -> list[KernelFacts]:
-    """One for each artifact of regions that get a kernel of their own, in order of its first piece."""
+def kernels_of(plan: Plan, codegen: str) -> list[KernelFacts]:
+    """One for each artifact that the backend generates a kernel for, or would if it could; in order of its first piece.
+
+    codegen: the one that `plan` was made for. None but "triton" generates.
+    """
     pieces = {piece.name: piece for piece in plan.pieces}
-    found = (_kernel(pieces[names[0]], names) for names in plan.keys.values())
+    groups = plan.keys.values() if codegen == "triton" else ()
+    found = (_kernel(pieces[names[0]], names) for names in groups)
     return [each for each in found if each is not None]
 
 
 def _kernel(piece: Piece, names: Sequence[str]) -> KernelFacts | None:
-    of_piece = [region_of(call) for call in regions(piece.body)]
-    kinds = dict.fromkeys(region.kind for region in of_piece if cuts(region, (*CUT_AT, *ROW_KERNELS)))
-    if not kinds:
+    made = kernel_of(piece.body, piece.name)
+    if made is None:
         return None
-    told = tuple(region.name for region in of_piece)
-    made = generate_piece(piece.body, "_".join(kinds), piece.name)
+    told = tuple(region_of(call).name for call in regions(piece.body))
     if not isinstance(made, GeneratedPiece):
-        return KernelFacts("_".join(kinds), told, tuple(names), "", (), f"{made.node} ({made.op}) {made.reason}")
+        kinds = "_".join(kinds_cut_out(piece.body))
+        return KernelFacts(kinds, told, tuple(names), "", (), f"{made.node} ({made.op}) {made.reason}")
     return KernelFacts(made.kernel.name, told, tuple(names), made.kernel.source, tuple(launches_of(made.kernel)))
+
+
+def taken(kernels: Iterable[KernelFacts]) -> frozenset[str]:
+    """The pieces that run a generated kernel."""
+    return frozenset(piece for kernel in kernels if kernel.refusal is None for piece in kernel.pieces)
 
 
 def launches_of(kernel: Kernel, rows: Sequence[int] = ROWS) -> Iterator[LaunchFacts]:

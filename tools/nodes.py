@@ -10,7 +10,7 @@ plan; those inside a region are none of their own, for a region counts as one ke
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -53,6 +53,7 @@ class WorkFacts:
     unknown: tuple[str, ...]  # operators whose flops are left out
     apart: str  # bytes, both ways, if each of its nodes were a kernel
     parts: int  # launches, likewise
+    kernel: bool  # whether what runs it is a kernel generated for its piece
 
 
 def nodes_of(plan: Plan) -> list[NodeFacts]:
@@ -98,12 +99,13 @@ def module_of(node: Node) -> str | None:
     return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", names).lstrip(".") or None
 
 
-def work_of(plan: Plan, layers: dict[str, int | None]) -> list[WorkFacts]:
-    """What a step of `plan` does, equal work together, in order. layers: piece -> the layer it belongs to."""
+def work_of(plan: Plan, layers: Mapping[str, int | None], generated: Collection[str] = ()) -> list[WorkFacts]:
+    """What a step of `plan` does, equal work together, in order. layers: piece -> the layer it belongs to. generated:
+    pieces that run a generated kernel."""
     costs, found = Costs(), dict[WorkFacts, int]()
     for piece in plan.pieces:
         for node in _at_work(piece.body):
-            fact = _work(node, costs, layers.get(piece.name))
+            fact = _work(node, costs, layers.get(piece.name), kernel=piece.name in generated)
             if fact is not None:
                 found[fact] = found.get(fact, 0) + 1
     return [WorkFacts(**{**fact.__dict__, "count": count}) for fact, count in found.items()]
@@ -118,7 +120,7 @@ def _at_work(gm: GraphModule) -> Iterator[Node]:
             yield node
 
 
-def _work(node: Node, costs: Costs, layer: int | None) -> WorkFacts | None:
+def _work(node: Node, costs: Costs, layer: int | None, *, kernel: bool) -> WorkFacts | None:
     cost: Cost = costs.node(node)
     if not cost.launches:
         return None
@@ -127,4 +129,4 @@ def _work(node: Node, costs: Costs, layer: int | None) -> WorkFacts | None:
     apart = costs.parts(body_of(node)) if is_region(node) else cost
     flops = None if cost.flops is None else str(cost.flops)
     return WorkFacts(kind, layer, 1, cost.launches, str(cost.read), str(cost.written), flops, cost.unknown,
-                     str(apart.moved), apart.launches)  # fmt: skip
+                     str(apart.moved), apart.launches, kernel)  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from v41.plan import Plan
 from v41.report import Change, CompileReport
 from v41.tools.expected import regions_expected
 from v41.tools.inspect import Inspection, LayerView, layers
-from v41.tools.kernels import KernelFacts, kernels_of
+from v41.tools.kernels import KernelFacts, kernels_of, taken
 from v41.tools.nodes import NodeFacts, WorkFacts, nodes_of, work_of
 
 
@@ -52,6 +52,11 @@ class Run:
         shared = bool(self.plan.groups)
         return regions_expected(self.config, shared=shared) if self.config is not None else None
 
+    @property
+    def codegen(self) -> str:
+        """How pieces run, or would on a device that need not be here."""
+        return str(self.report.options["codegen"][0])
+
     @cached_property
     def layer_of(self) -> dict[str, int | None]:
         """Piece -> layer."""
@@ -76,7 +81,8 @@ class Run:
 
 
 def run_of(inspection: Inspection, source: str) -> Run:
-    views, plan = layers(inspection), inspection.plan
+    views, plan, codegen = layers(inspection), inspection.plan, str(inspection.report.options["codegen"][0])
+    kernels = cache(lambda: kernels_of(plan, codegen))
     layer_of = {piece.name: view.layer for view in views for piece in view.pieces}
     runs = inspection.report.passes
     kept = all(run.changes is not None for run in runs)
@@ -93,8 +99,8 @@ def run_of(inspection: Inspection, source: str) -> Run:
         {
             "changes": lambda: {run.name: run.changes for run in runs} if kept else None,
             "nodes": lambda: nodes_of(plan),
-            "work": lambda: work_of(plan, layer_of),
-            "kernels": lambda: kernels_of(plan),
+            "work": lambda: work_of(plan, layer_of, taken(kernels())),
+            "kernels": kernels,
         },
     )
 

@@ -57,14 +57,17 @@ def is_run(name: str) -> bool:
 def captured(arguments: Namespace, console: Console, *, changes: bool = False) -> Run:
     """The model of `arguments`, captured. The changes are kept in memory for as long as the result is."""
     model = model_named(arguments.model, arguments.layers, arguments.ranks)
-    return run_of(inspected(model, console, changes=changes), model.name)
+    return run_of(inspected(model, console, arguments.codegen, changes=changes), model.name)
 
 
-def inspected(model: Model, console: Console, *, changes: bool = False, verify: bool | str = False) -> Inspection:
-    """`model` through capture and passes; the console shows the phase."""
+def inspected(
+    model: Model, console: Console, codegen: str, *, changes: bool = False, verify: bool | str = False
+) -> Inspection:
+    """`model` through capture and passes, as for `codegen`; the console shows the phase."""
     group = pretended(model.ranks) if model.ranks > 1 else contextlib.nullcontext()
     with group, console.status("capture") as status, collect(programs=changes):
-        return capture_call(model.make, verify=verify, told=lambda phase: status.update(f"capture: {phase}"))
+        told = lambda phase: status.update(f"capture: {phase}")
+        return capture_call(model.make, codegen=codegen, verify=verify, told=told)
 
 
 def model_named(name: str, layers: int | None = None, ranks: int = 1) -> Model:

@@ -32,7 +32,7 @@ from v41.tools.tables import add, table
 def verify_command(arguments: Namespace) -> int:
     console = console_of(arguments)
     model = model_named(arguments.model, arguments.layers, arguments.ranks)
-    runs = inspected(model, console, verify=NUMERIC).report.passes
+    runs = inspected(model, console, arguments.codegen, verify=NUMERIC).report.passes
     if arguments.json:
         print_json("verify", {"source": model.name, "holds": holds(runs), "passes": [values(run) for run in runs]})
     else:

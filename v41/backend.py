@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ from v41.runtime.executor import Artifact, Run, eager_artifact, executor
 from v41.runtime.replay import Replayer
 from v41.runtime.same_program import check_same_program
 from v41.sums import FUSED, Checked, Sums, decided, told
+
+if TYPE_CHECKING:
+    from v41.lowering.generated import GeneratedPiece
+    from v41.lowering.rowwise import Unsupported
 
 # ATen kernels whose decomposition rounds otherwise: they stay whole where eager's bits are promised, which is on a CPU
 # and wherever pieces run their ATen nodes. Inductor calls eager's kernel for them.
@@ -122,7 +126,7 @@ def v41(
     def training(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         raise gradients_requested(gm, example_inputs)
 
-    whole = WHOLE_IN_EAGER if device.type == "cpu" or "inductor" not in ways(codegen, device) else ()
+    whole = kept_whole(ways(codegen, device) if device.type != "cpu" else ())
     with cache.recorded() as wrapper:
         compiled = functional_aten(gm, example_inputs, inference, training, whole=whole)
     if made:
@@ -141,29 +145,7 @@ def build(
 ) -> tuple[Plan, dict[str, Artifact]]:
     """One functional ATen graph, all the way to its plan and an artifact a key. names: what the user calls inputs."""
     clock = time.perf_counter
-    start = clock()
-    programs = programs_wanted()
-    report.program = text_of(aten) if programs else None
-    inputs = [node.name for node in aten.graph.nodes if node.op == "placeholder"]
-    called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
-    with real_tensors():
-        program, report.passes = run_pipeline(
-            aten, check=options.verify, strict=options.strict, programs=programs, called=called
-        )
-    report.seconds["passes"], start = clock() - start, clock()
-    cut_at = kernel_kinds(order, options.all_reduce == FUSED)
-    if REDUCED not in cut_at:
-        open_reduced(program)
-    open_shared(program, cut_at)
-    plan = partition(program, cut_at=cut_at, along=ALONG, called=called)
-    plan, early = run_plan_pass("prefetch_engram", prefetch_engram, plan, strict=options.strict)
-    if early.decisions or early.failure:
-        report.passes.append(early)
-    plan = replace(plan, rebuilt=tuple(sorted(outputs_rebuilt_from_inputs(len(plan.outputs)))))
-    groups, collectives = spoken(program)
-    plan = replace(plan, groups=groups, collectives=collectives)
-    check_plan(plan)
-    report.seconds["partition"], start = clock() - start, clock()
+    plan, start = planned(aten, order, options, report, names), clock()
     bodies = {piece.key: piece.body for piece in reversed(plan.pieces)}
     ranges = Buckets().ranges(plan.sizes) if device.type != "cpu" and "inductor" in order else ()  # where speed counts
     if ranges:
@@ -194,6 +176,43 @@ def build(
     report.seconds["codegen"] = clock() - start
     report.plan, report.pieces, report.artifacts = plan, len(plan.pieces), len(artifacts)
     return plan, artifacts
+
+
+def kept_whole(order: Sequence[str]) -> frozenset[str]:
+    """The ATen kernels that are not decomposed where pieces run in the ways `order`."""
+    return frozenset() if "inductor" in order else WHOLE_IN_EAGER
+
+
+def planned(
+    aten: GraphModule, order: Sequence[str], options: Options, report: CompileReport, names: Sequence[str]
+) -> Plan:
+    """One functional ATen graph, through the passes to its plan, for a device on which pieces run in the ways `order`.
+    Nothing is compiled. names: what the user calls inputs."""
+    clock = time.perf_counter
+    start = clock()
+    programs = programs_wanted()
+    report.program = text_of(aten) if programs else None
+    inputs = [node.name for node in aten.graph.nodes if node.op == "placeholder"]
+    called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
+    with real_tensors():
+        program, report.passes = run_pipeline(
+            aten, check=options.verify, strict=options.strict, programs=programs, called=called
+        )
+    report.seconds["passes"], start = clock() - start, clock()
+    cut_at = kernel_kinds(order, options.all_reduce == FUSED)
+    if REDUCED not in cut_at:
+        open_reduced(program)
+    open_shared(program, cut_at)
+    plan = partition(program, cut_at=cut_at, along=ALONG, called=called)
+    plan, early = run_plan_pass("prefetch_engram", prefetch_engram, plan, strict=options.strict)
+    if early.decisions or early.failure:
+        report.passes.append(early)
+    plan = replace(plan, rebuilt=tuple(sorted(outputs_rebuilt_from_inputs(len(plan.outputs)))))
+    groups, collectives = spoken(program)
+    plan = replace(plan, groups=groups, collectives=collectives)
+    check_plan(plan)
+    report.seconds["partition"] = clock() - start
+    return plan
 
 
 def granted_by(artifacts: Iterable[Artifact], names: Mapping[str, str]) -> list[str]:
@@ -277,17 +296,32 @@ def artifact(
 
 def generated(body: GraphModule, names: Sequence[str], report: CompileReport) -> Artifact | str:
     """The generated kernel of a piece of regions, or why there is none; "" for pieces between regions."""
-    wanted = kernel_kinds(("triton",), sums=True)
-    kinds = dict.fromkeys(region.kind for region in map(region_of, regions(body)) if cuts(region, wanted))
-    if not kinds:
+    made = kernel_of(body, names[0])
+    if made is None:
         return ""
-    from v41.lowering.generated import GeneratedPiece, generate_piece
+    from v41.lowering.generated import GeneratedPiece
 
-    made = generate_piece(body, "_".join(kinds), names[0])
     if not isinstance(made, GeneratedPiece):
         return f"no kernel, since {made.node} ({made.op}) {made.reason}"
     report.kernels.setdefault(made.kernel.name, []).extend(names)
     return made
+
+
+def kernel_of(body: GraphModule, piece: str) -> GeneratedPiece | Unsupported | None:
+    """What codegen "triton" generates for the piece of that body, why it is nothing, or None between regions. The one
+    place that decides; what tells of kernels asks here."""
+    kinds = kinds_cut_out(body)
+    if not kinds:
+        return None
+    from v41.lowering.generated import generate_piece
+
+    return generate_piece(body, "_".join(kinds), piece)
+
+
+def kinds_cut_out(body: GraphModule) -> tuple[str, ...]:
+    """The kinds of region in `body` that codegen "triton" generates a kernel for."""
+    wanted = kernel_kinds(("triton",), sums=True)
+    return tuple(dict.fromkeys(each.kind for each in map(region_of, regions(body)) if cuts(each, wanted)))
 
 
 def kernel_kinds(order: Sequence[str], sums: bool = False) -> tuple[str, ...]:

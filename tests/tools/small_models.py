@@ -70,4 +70,4 @@ def run_of_balanced(flawed: bool = False) -> Run:
     """`balanced`, or `unbalanced`, captured with what each pass changed. Whoever gets it leaves it as it is."""
     torch._dynamo.reset()
     with collect(programs=True):
-        return run_of(capture_call(unbalanced if flawed else balanced), "small_models:balanced")
+        return run_of(capture_call(unbalanced if flawed else balanced, codegen="triton"), "small_models:balanced")

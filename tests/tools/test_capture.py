@@ -48,7 +48,7 @@ def test_a_run_is_read_as_it_was_saved(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_run_of_the_model_is_read_as_it_was_saved(tmp_path: Path) -> None:
     config = first_layers(V41Config.preset("tiny"), 2)
-    run = run_of(capture(lambda: V41ForCausalLM(config)), "preset tiny, 2 layers")
+    run = run_of(capture(lambda: V41ForCausalLM(config), "triton"), "preset tiny, 2 layers")
     save(run, tmp_path / "run")
     again = load(tmp_path / "run")
     check_same(again, run)

@@ -59,14 +59,14 @@ sizes = st.integers(0, 10**12)
 @given(sizes, sizes, sizes)
 def test_a_part_takes_what_the_slower_limit_says(read: int, written: int, flops: int) -> None:
     found = Total("part")
-    found.add(WorkFacts("part", None, 3, 1, str(read), f"{written}*u0", str(flops), (), "0", 0), {"u0": 1}, H200)
+    found.add(WorkFacts("part", None, 3, 1, str(read), f"{written}*u0", str(flops), (), "0", 0, False), {"u0": 1}, H200)
     moved = read + written
     assert found.seconds == 3 * max(moved / 4.8e12, flops / 989e12)
     assert H200.bound(moved, flops) == ("bytes" if moved * 989 >= flops * 4.8 else "flops")
 
 
 def test_operations_that_nobody_counts_are_named_and_left_out() -> None:
-    work = [WorkFacts("part", None, 1, 1, "4", "4", None, ("aten.strange.default",), "8", 1)]
+    work = [WorkFacts("part", None, 1, 1, "4", "4", None, ("aten.strange.default",), "8", 1, False)]
     assert unknown(work) == ("aten.strange.default",) and totals(work, step(2), H200)[-1].flops == 0
 
 
@@ -130,7 +130,7 @@ def test_the_command_says_the_same_as_json(tmp_path: Path, capsys: pytest.Captur
     assert "NVIDIA HGX B200 data sheet" in out and all(len(line) <= 100 for line in out.splitlines()[:7])
     assert main([*command, "--json", "--strict"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["schema"], told["estimate"], told["unknown"]) == ("v41.cost.1", True, [])
+    assert (told["schema"], told["estimate"], told["unknown"]) == ("v41.cost.2", True, [])
     assert [each["sizes"] for each in told["steps"]] == [{"rows": 1}, {"rows": 4096}]
     wanted = totals(run_of_balanced().work, step(4096), GPUS["B200"])
     assert [part["seconds"] for part in told["steps"][1]["parts"]] == [each.seconds for each in wanted]

@@ -38,7 +38,7 @@ def plan() -> Plan:
 
 @cache
 def kernels() -> list[KernelFacts]:
-    return kernels_of(plan())
+    return kernels_of(plan(), "triton")
 
 
 def run_with_kernels() -> Run:
