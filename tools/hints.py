@@ -90,6 +90,18 @@ HINTS = {
     "nothing leaves the region and comes back": "feed nothing that is computed from the sum back into what norms it",
     "no write, collective or draw stands between the collective and what reads the sum":
         "move the other collective, draw or write before the all-reduce, or behind the norm",
+    "writes inputs at its end alone": "let AOTAutograd make the graph functional, which puts writes at its end",
+    "is run by one rank": "trim on one rank: a sum over ranks would need the same rows of all",
+    "mixes rows in no way that row demand does not know": "mix rows by index, window or sort by expert, or before",
+    "reads early values whose rows can be taken": "lay rows along dimension 0, one entry a row",
+    "has sizes that follow from how many rows there are": "take sizes from the tensors that are read",
+    "finds rows by numbers that can be told anew": "count rows with arange, or number them in the batch",
+    "only computes": "leave writes, draws and collectives to the pieces around the look-up",
+    "hangs on values that are there before the device works in front of it, and are not written":
+        "look up by token ids alone, in tables that no step writes",
+    "its piece can be captured": "keep tables on the device: what asks the host is in no graph",
+    "what runs beside it takes longer than it does": "nothing to change: there is too little beside it to hide it",
+    "it spares more than fork and join cost": "nothing to change: the split piece takes as long as the whole one",
 }
 GENERAL = "change the line at fault so that the rule holds; meanwhile these nodes run as they are: right, only slower"
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from v41.errors import NoInspection, UnknownPass
 from v41.passes.pipeline import PIPELINE
+from v41.passes.plan_passes import PLAN_PASSES
 from v41.report import PassRun
 from v41.tools.expected import differences, regions_found
 from v41.tools.nearest import choices
@@ -67,10 +68,17 @@ def told_of(arguments: Namespace, console: Console, *, changes: bool = False) ->
         pass_named(saved.runs, name)
         return saved
     if not is_run(arguments.model):
-        pass_named([PassRun(each.name, [], 0, 0, 0.0) for each in PIPELINE], name)
+        pass_named([*(idle(each.name) for each in PIPELINE), *map(idle, PLAN_PASSES)], name)
     found = told_by(run_named(arguments, console, changes=changes), changes=changes)
+    if name in PLAN_PASSES and all(run.name != name for run in found.runs):
+        found = replace(found, runs=[*found.runs, idle(name)])  # a plan passes them by where nothing is of their kind
     pass_named(found.runs, name)
     return found
+
+
+def idle(name: str) -> PassRun:
+    """The run of a pass that found nothing to judge."""
+    return PassRun(name, [], 0, 0, 0.0)
 
 
 def told_by(run: Run, *, changes: bool = False) -> Told:

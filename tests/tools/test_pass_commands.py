@@ -7,16 +7,19 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tools.saved import runs, save
 from v41.model_def.config import V41Config
-from v41.passes import restrict_index_scores
+from v41.passes import replay_rows, restrict_index_scores, trim_replay
 from v41.passes.pipeline import PIPELINE
+from v41.passes.plan_passes import PLAN_PASSES
 from v41.report import Change, PassRun
 from v41.tools import pass_runs
 from v41.tools.cli import main
@@ -237,12 +240,30 @@ def test_a_damaged_run_is_refused(
     assert not captured.out and str(path) in captured.err and "holds no inspection" in captured.err
 
 
+@pytest.mark.parametrize("name", PLAN_PASSES)
+def test_a_pass_over_plans_that_found_nothing_can_be_asked(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = str(tmp_path / "run")
+    model = f"{__name__}:nothing_to_look_up"
+    assert main(["capture", model, "-o", saved]) == 0
+    capsys.readouterr()
+    assert main(["why-not", name, "-m", saved]) == 0 == main(["why-not", name, "-m", model])
+    assert capsys.readouterr().out.splitlines() == [f"{name} judged no site"] * 2
+
+
+def nothing_to_look_up() -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    return torch.nn.ReLU(), [torch.randn(3, 4)]
+
+
 def test_hints_are_of_rules_that_there_are_and_every_rule_of_these_passes_has_one(made: list[PassRun]) -> None:
     passes = [*(sys.modules[each.run.__module__] for each in PIPELINE), restrict_index_scores]
+    passes += [import_module(f"v41.passes.{name}") for name in PLAN_PASSES]
     rules = [getattr(module, "RULES", ()) for module in passes]
     by_kind = [kinds.values() if isinstance(kinds, dict) else (kinds,) for kinds in rules]
     sentences = {rule for kinds in by_kind for of_kind in kinds for rule, _ in of_kind}
-    assert HINTS.keys() == sentences
+    rows = (replay_rows.KNOWN, replay_rows.CUT, replay_rows.SIZED, replay_rows.INDEXED)
+    assert HINTS.keys() == sentences | {trim_replay.FUNCTIONAL, trim_replay.ALONE, *rows}
     assert hint(fold_of(made).decisions[2]) != GENERAL
 
 
