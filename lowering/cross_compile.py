@@ -102,9 +102,25 @@ def _compile(request: Request) -> Facts:
     )
     target = GPUTarget("cuda", CAPABILITY[request.arch], 32)
     kernel = triton.compile(source, target=target, options=dict(request.options))
+    wrong = short_products(kernel.asm["ttgir"])
+    if wrong:
+        raise ValueError(f"its result is wrong (Triton PR 11691), for it sums over too little: {wrong[0]}")
     registers, spills, size = _ptxas(kernel.asm["ptx"], CAPABILITY[request.arch])
     metadata = kernel.metadata
     return Facts(request.arch, registers, spills, metadata.shared, metadata.num_warps, kernel.asm["ptx"], size)
+
+
+def short_products(ttgir: str) -> list[str]:
+    """Products for `mma.sync` that sum over fewer numbers than the threads of a warp hold of an operand: what was made
+    from bytes is held in runs of 4, so a sum of 16 reads half of each. Triton compiles them and says nothing."""
+    operand = r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<\{opIdx = ([01]), parent = #\w+, kWidth = (\d+)\}>>"
+    found = []
+    for line in ttgir.splitlines():
+        for rows, columns, which, run in re.findall(operand, line) if "tt.dot " in line else ():
+            if int(rows if which == "1" else columns) < 8 * int(run):  # 4 threads, and two runs of each
+                found.append(line.strip())
+                break
+    return found
 
 
 def _ptxas(ptx: str, capability: int) -> tuple[int, int, int]:

@@ -85,3 +85,13 @@ def rms_norm(x, w, eps):
     out = x.new_empty(x.shape)
     scale_rows[(x.shape[0],)](x, w, out, x.shape[1], eps, triton.next_power_of_2(x.shape[1]))
     return out
+
+
+@triton.jit
+def decoded_product(x, y, out, N: tl.constexpr):
+    """[16, N] bf16 by [N, 16] of e4m3, summed over N."""
+    row, at = tl.arange(0, 16)[:, None], tl.arange(0, N)
+    left = tl.load(x + row * N + at[None, :])
+    right = tl.load(y + at[:, None] * 16 + tl.arange(0, 16)[None, :])
+    right = right.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    tl.store(out + row * 16 + tl.arange(0, 16)[None, :], tl.dot(left, right))

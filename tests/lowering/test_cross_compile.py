@@ -19,11 +19,13 @@ ARCHITECTURES = ("sm_90", "sm_100")
 def norms() -> list[Facts]:
     """The norm for both architectures, its rows not known and known to start on 16 bytes."""
     sizes = {"EPS": 1e-6, "BLOCK": 8192}
-    return compile_for([
-        Request(KERNELS, "scale_rows", NORM, sizes, arch, divisible, {"num_warps": 8})
-        for arch in ARCHITECTURES
-        for divisible in ((), ("columns",))
-    ])
+    return compile_for(
+        [
+            Request(KERNELS, "scale_rows", NORM, sizes, arch, divisible, {"num_warps": 8})
+            for arch in ARCHITECTURES
+            for divisible in ((), ("columns",))
+        ]
+    )
 
 
 def test_reports_what_the_gpu_would_run(norms: list[Facts]) -> None:
@@ -56,3 +58,11 @@ def test_compiles_beside_an_interpreting_process(monkeypatch: pytest.MonkeyPatch
 def test_names_what_does_not_compile(kernel: str, arch: str, words: str) -> None:
     with pytest.raises(KernelDoesNotCompile, match=words):
         compile_for([Request(KERNELS, kernel, {"x": "*fp32", "y": "*bf16"}, {"N": 128}, arch)])
+
+
+def test_a_product_that_triton_gets_wrong_does_not_pass_for_compiled() -> None:
+    """Over 16 numbers made from bytes its sum on a GPU is another: it was, by half, on an H200."""
+    types = {"x": "*bf16", "y": "*u8", "out": "*fp32"}
+    compile_for([Request(KERNELS, "decoded_product", types, {"N": 32}, "sm_90")])
+    with pytest.raises(KernelDoesNotCompile, match="sums over too little: .*tensor<16x16xbf16"):
+        compile_for([Request(KERNELS, "decoded_product", types, {"N": 16}, "sm_90")])

@@ -22,7 +22,7 @@ from v41.regions import is_region, region_of
 
 KIND = "attention"
 AS_IS = "as_is"
-FEWEST, WIDEST = 16, 512  # channels of a head: what a product of tiles takes, and what its results may fill
+FEWEST, WIDEST = 32, 512  # channels of a head: as LEAST_KEYS in text.py, and what the results of a tile may fill
 MASKS = {"window": "visible", "picked": "picks"}  # which operand says what of a branch is seen
 VALUES, SCALES = ("e4m3", "e2m1"), ("ue8m0", "e4m3")
 

@@ -19,7 +19,8 @@ from v41.lowering.templates.attention.form import AS_IS, Branch, Form
 from v41.lowering.templates.formats import ADDED, DECODERS, HEAD
 
 BLOCK = 64  # keys that are weighed at once, as in DeepSeek's own: it is part of the result
-HEADS_AT_ONCE, LEAST = 64, 16  # rows of a tile that the tensor cores take
+HEADS_AT_ONCE, LEAST_HEADS = 64, 16  # rows of a tile that the tensor cores take
+LEAST_KEYS = 32  # Triton before its PR 11691: a product over 16 of what was decoded from bytes is wrong for few heads
 CHUNK = 128  # channels of a tile where a program has all of them: what registers hold while it is decoded
 
 WEIGH = '''@triton.jit
@@ -44,14 +45,14 @@ def text(form: Form, name: str, operands: list[str]) -> str:
 
 def tile_of_heads(form: Form) -> tuple[int, int]:
     """Heads a program, a power of two, and how many programs hold all heads."""
-    at_once = max(LEAST, min(HEADS_AT_ONCE, 1 << (form.heads - 1).bit_length()))
+    at_once = max(LEAST_HEADS, min(HEADS_AT_ONCE, 1 << (form.heads - 1).bit_length()))
     return at_once, -(-form.heads // at_once)
 
 
 def block_of(form: Form) -> int:
     """Keys a block: BLOCK, or what the longest branch fills of it."""
     most = max(branch.count for branch in form.branches)
-    return max(LEAST, min(BLOCK, 1 << (most - 1).bit_length()))
+    return max(LEAST_KEYS, min(BLOCK, 1 << (most - 1).bit_length()))
 
 
 def blocks_of(form: Form, branch: Branch) -> int:

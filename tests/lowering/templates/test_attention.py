@@ -170,7 +170,7 @@ FLAWS: dict[str, dict[str, Any]] = {  # sentence of RULES -> attributes that bre
     "turns other channels than the last, in adjacent pairs": {
         "rope": {"width": 16, "pairs": "halves", "channels": "last"}
     },
-    "has heads of other widths than powers of two from 16 to 512": {"width": 48},
+    "has heads of other widths than powers of two from 32 to 512": {"width": 48},
     "packs keys in another way": {"keys": (("e4m3", "ue8m0", 32, 68), "as_is")},
 }
 
