@@ -64,5 +64,5 @@ def test_a_product_that_triton_gets_wrong_does_not_pass_for_compiled() -> None:
     """Over 16 numbers made from bytes its sum on a GPU is another: it was, by half, on an H200."""
     types = {"x": "*bf16", "y": "*u8", "out": "*fp32"}
     compile_for([Request(KERNELS, "decoded_product", types, {"N": 32}, "sm_90")])
-    with pytest.raises(KernelDoesNotCompile, match="sums over too little: .*tensor<16x16xbf16"):
+    with pytest.raises(KernelDoesNotCompile, match=r"sums over too little: .*tensor<16x16xbf16"):
         compile_for([Request(KERNELS, "decoded_product", types, {"N": 16}, "sm_90")])

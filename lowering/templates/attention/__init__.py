@@ -14,7 +14,7 @@ from v41.lowering.rowwise.read import described, outputs_of
 from v41.lowering.templates.attention.form import KIND, Form, NotTaken, form_of, lone_region, roles_of
 from v41.lowering.templates.attention.header import header
 from v41.lowering.templates.attention.launch import AttentionKernel, Spread
-from v41.lowering.templates.attention.text import block_of, blocks_of, text, tile_of_heads
+from v41.lowering.templates.attention.text import BLOCK, blocks_of, text, tile_of_heads
 
 __all__ = ["KIND", "AttentionKernel", "Form", "Spread", "generate"]
 
@@ -46,7 +46,7 @@ def _generate(body: GraphModule, name: str) -> AttentionKernel:
         outputs,
         heads,
         tiles,
-        block_of(form),
+        BLOCK,
         sum(blocks_of(form, branch) for branch in form.branches),
         form.width,
         max(branch.group for branch in form.branches),

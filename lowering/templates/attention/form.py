@@ -22,7 +22,8 @@ from v41.regions import is_region, region_of
 
 KIND = "attention"
 AS_IS = "as_is"
-FEWEST, WIDEST = 32, 512  # channels of a head: as LEAST_KEYS in text.py, and what the results of a tile may fill
+SHORTEST = 64  # numbers made from nibbles that a product of few heads may sum over: see cross_compile.short_products
+FEWEST, WIDEST = SHORTEST, 512  # channels of a head; the results of a tile fill a program
 MASKS = {"window": "visible", "picked": "picks"}  # which operand says what of a branch is seen
 VALUES, SCALES = ("e4m3", "e2m1"), ("ue8m0", "e4m3")
 

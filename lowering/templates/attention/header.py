@@ -5,7 +5,7 @@ from __future__ import annotations
 from v41.lowering.rowwise.header import described, traffic
 from v41.lowering.rowwise.read import Tensor
 from v41.lowering.templates.attention.form import AS_IS, Branch, Form
-from v41.lowering.templates.attention.text import block_of, blocks_of, tile_of_heads
+from v41.lowering.templates.attention.text import BLOCK, blocks_of, tile_of_heads
 
 
 def header(name: str, form: Form, inputs: list[Tensor], outputs: list[Tensor]) -> str:
@@ -20,7 +20,7 @@ def header(name: str, form: Form, inputs: list[Tensor], outputs: list[Tensor]) -
         f"reads     {'  '.join(map(described, inputs))}",
         f"writes    {'  '.join(map(described, outputs))}",
         "rounding  q and output where they turn, p before it meets values, output; all else fp32",
-        f"tile      {heads} heads by {block_of(form)} keys, {tiles} a row; few rows: scores by blocks of keys, then "
+        f"tile      {heads} heads by {BLOCK} keys, {tiles} a row; few rows: scores by blocks of keys, then "
         "values by slices",
         "          of channels, many: both in one program; no way changes the order of a sum",
         traffic(inputs, outputs),

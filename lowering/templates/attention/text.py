@@ -18,9 +18,8 @@ from v41.lowering.rowwise.schedule import FIRST, LATER
 from v41.lowering.templates.attention.form import AS_IS, Branch, Form
 from v41.lowering.templates.formats import ADDED, DECODERS, HEAD
 
-BLOCK = 64  # keys that are weighed at once, as in DeepSeek's own: it is part of the result
+BLOCK = 64  # keys that are weighed at once, as in DeepSeek's own: it is part of the result. See SHORTEST in form.py
 HEADS_AT_ONCE, LEAST_HEADS = 64, 16  # rows of a tile that the tensor cores take
-LEAST_KEYS = 32  # Triton before its PR 11691: a product over 16 of what was decoded from bytes is wrong for few heads
 CHUNK = 128  # channels of a tile where a program has all of them: what registers hold while it is decoded
 
 WEIGH = '''@triton.jit
@@ -49,14 +48,8 @@ def tile_of_heads(form: Form) -> tuple[int, int]:
     return at_once, -(-form.heads // at_once)
 
 
-def block_of(form: Form) -> int:
-    """Keys a block: BLOCK, or what the longest branch fills of it."""
-    most = max(branch.count for branch in form.branches)
-    return max(LEAST_KEYS, min(BLOCK, 1 << (most - 1).bit_length()))
-
-
 def blocks_of(form: Form, branch: Branch) -> int:
-    return -(-branch.count // block_of(form))
+    return -(-branch.count // BLOCK)
 
 
 def turn_text(form: Form) -> str:
@@ -75,7 +68,7 @@ def turn(x, cos, sin, row, first, SIGN: tl.constexpr, ROWS: tl.constexpr, WIDE: 
 
 def keys_text(branch: Branch, form: Form) -> str:
     """The functions that say which keys of a block are seen, and that read some channels of them."""
-    block, count = block_of(form), branch.count
+    block, count = BLOCK, branch.count
     shown = "other=-1) >= 0" if branch.mask == "picks" else f"other=0).to(tl.int1) & (key < {count})"
     lines = [
         "@triton.jit",
@@ -102,7 +95,7 @@ def _numbers(branch: Branch, form: Form) -> list[str]:
 
 
 def _decoded(branch: Branch, form: Form) -> list[str]:
-    held, block = branch.group_bytes, block_of(form)
+    held, block = branch.group_bytes, BLOCK
     of_values = form.width // branch.group * held
     lines = [
         f"    at = ({branch.name} + key * {branch.bytes})[:, None]",
@@ -197,7 +190,7 @@ def _score(form: Form, chunks: list[Chunk]) -> list[str]:
 
 def _place(form: Form, rows: int) -> str:
     """Where the scores of block `number` of this program's row and heads lie."""
-    block, total = block_of(form), sum(blocks_of(form, branch) for branch in form.branches)
+    block, total = BLOCK, sum(blocks_of(form, branch) for branch in form.branches)
     return (f"((tl.program_id(0).to(tl.int64) * {total} + number) * {rows} + tl.arange(0, {rows}))[:, None] * {block} "
             f"+ tl.arange(0, {block})[None, :]")  # fmt: skip
 
@@ -221,7 +214,7 @@ def _scores(form: Form, chunks: list[Chunk], rows: int) -> list[str]:
 
 def _values(form: Form, chunks: list[Chunk], rows: int, scored: bool) -> list[str]:
     """Blocks one after another, their scores computed here or before; then the output."""
-    block, levels = block_of(form), block_of(form).bit_length() - 1
+    block, levels = BLOCK, BLOCK.bit_length() - 1
     lines = [
         f"top = tl.full([{rows}], -1e30, tl.float32)",
         f"total = tl.zeros([{rows}], tl.float32)",
