@@ -17,7 +17,7 @@ from v41.model_def.chunk import is_late
 from v41.model_def.compressor import Compressor, completed_entry
 from v41.model_def.config import LayerRole, V41Config
 from v41.model_def.indexer import Indexer, Selection
-from v41.model_def.linear import Linear, into_streams, linear
+from v41.model_def.linear import Fp8Linear, Linear, into_streams, linear
 from v41.model_def.norm import RMSNorm
 from v41.model_def.quantization import FP4_RECORD, FP8_RECORD
 from v41.model_def.rope import Turn, rotate
@@ -33,7 +33,10 @@ class Attention(nn.Module):
         self.wq_a, self.q_norm = linear(config, hidden, rank), RMSNorm(rank, eps)
         self.wq_b = linear(config, rank, self.heads * self.width)
         self.wkv, self.kv_norm = linear(config, hidden, self.width), RMSNorm(self.width, eps)
-        self.wo_a = Linear(self.heads * self.width // self.groups, self.groups * config.o_lora_rank)
+        # multiplies bf16 as it is, however its file stores it: a release has fp8, and the loader puts that here
+        self.wo_a: Linear | Fp8Linear = Linear(
+            self.heads * self.width // self.groups, self.groups * config.o_lora_rank
+        )
         self.wo_b = linear(config, self.groups * config.o_lora_rank, hidden, into_streams(config))
         self.attn_sink = nn.Parameter(torch.zeros(self.heads))
         self.compressor = Compressor(config, role.layer) if role.owns_compressor else None
@@ -108,7 +111,7 @@ class Attention(nn.Module):
     def project(self, o: Tensor) -> Tensor:
         """o [T, H, D] -> [T, hidden]: each group of heads through its own A, then all through B."""
         o = o.flatten(1).unflatten(-1, (self.groups, -1))  # [T, G, H D / G]
-        wo_a = self.wo_a.weight.unflatten(0, (self.groups, -1))  # [G, rank, H D / G]
+        wo_a = self.wo_a.decoded().unflatten(0, (self.groups, -1))  # [G, rank, H D / G]
         return self.wo_b(torch.einsum("tgd,grd->tgr", o, wo_a).flatten(1))
 
     @property

@@ -5,8 +5,9 @@
     engram_token_map.safetensors             ours, optional: `token_map`; a release has its tokenizer.json instead
 
 A module's parameter names are the released names. What differs is here: the experts of one linear are stacked in the
-model and single in the file; scale bytes are e8m0 there and uint8 here; `attn.wo_a`, bf16 in the model, may be fp8 in
-the file; what the model multiplies in fp32 keeps the file's type, bf16 or fp32.
+model and single in the file; scale bytes are e8m0 there and uint8 here. The file decides how two kinds of weight are
+held: `attn.wo_a`, fp8 in a release and bf16 where somebody has decoded it, and what the model multiplies in fp32, bf16
+or fp32.
 
 Tensors are brought in one by one, so that loading takes the memory of the model and of one tensor. Engram's tables are
 not brought in at all: they stay mapped from their file, in the host's memory, and a look-up reads its rows.
@@ -27,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from v41.model_def.attention import Attention
 from v41.model_def.config import V41Config, read_json
 from v41.model_def.engram import Engram, EngramTable
 from v41.model_def.errors import (
@@ -35,11 +37,13 @@ from v41.model_def.errors import (
     CheckpointNotWritten,
     FileUnreadable,
     PartOfAModel,
+    ShareNotWhole,
+    some_of,
 )
-from v41.model_def.linear import Fp32Linear
+from v41.model_def.linear import Fp8Linear, Fp32Linear, Linear
 from v41.model_def.moe import ExpertLinear, Fp4ExpertLinear, Gate
 from v41.model_def.parallel import WHOLE, Share, split_dimension
-from v41.model_def.quantization import GROUP, dequantize_fp8_weight
+from v41.model_def.quantization import GROUP
 from v41.model_def.stored_tensors import StoredTensor, read_header
 from v41.model_def.token_map import read_token_map
 
@@ -59,7 +63,6 @@ class Slot:
     name: str  # of the parameter in the module
     expert: int | None
     dtypes: tuple[torch.dtype, ...]  # that the file may have
-    fp8_too: bool  # a scaled fp8 weight is taken and dequantised
     share: Share
     dimension: int | None  # along which ranks share the file's tensor
 
@@ -95,9 +98,8 @@ def slots(model: nn.Module) -> dict[str, Slot]:
     found, share = dict[str, Slot](), getattr(model, "share", WHOLE)
     for released, module, name, expert in places(model):
         parameter = getattr(module, name)
-        fp8_too = released.endswith(".wo_a.weight") and parameter.dtype == torch.bfloat16
         dtypes, dimension = stored_dtypes(module, name, parameter), split_dimension(released)
-        found[released] = Slot(module, name, expert, dtypes, fp8_too, share, dimension)
+        found[released] = Slot(module, name, expert, dtypes, share, dimension)
     return found
 
 
@@ -130,10 +132,12 @@ def load_checkpoint(
     progress: Progress = lambda done, whole: None,
 ) -> LoadSummary:
     """Fills `model`, which may be on the meta device, and moves it to `device`. CheckpointError lists all misfits."""
-    folder, targets = Path(folder), slots(model)
+    folder = Path(folder)
     stored = stored_tensors(folder)
     unused = tuple(sorted(name for name in stored if is_not_used(name)))
-    check_fit(folder, targets, {name: tensor for name, tensor in stored.items() if name not in unused})
+    with held_as_stored(model, stored):
+        targets = slots(model)
+        check_fit(folder, targets, {name: tensor for name, tensor in stored.items() if name not in unused})
     done, whole = 0, sum(stored[name].nbytes for name in targets)
     for name in sorted(targets, key=lambda name: (stored[name].file, stored[name].begin)):
         fill(targets[name], name, stored, device)
@@ -163,14 +167,17 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if lost:
         raise CheckpointFileError(folder, problem=f"no {', '.join(lost)}")
     headers = {shard: read_header(folder / shard) for shard in shards}
-    astray = sorted(name for name, shard in places.items() if name not in headers[shard])
+    astray = sorted(f"{name} in {shard}" for name, shard in places.items() if name not in headers[shard])
     if astray:
-        raise CheckpointFileError(folder, problem=f"no {astray[0]} in {places[astray[0]]}, where {INDEX} puts it")
-    found: dict[str, StoredTensor] = {}
+        raise CheckpointFileError(folder, problem=f"no {some_of(astray)}, where {INDEX} puts {len(astray)} tensor(s)")
+    found, twice = dict[str, StoredTensor](), list[str]()
     for shard, header in headers.items():
         for name, tensor in header.items():
             if places.get(name, shard) == shard and found.setdefault(name, tensor) is not tensor:
-                raise CheckpointFileError(folder, problem=f"{name} in two files, and {INDEX} names neither")
+                twice.append(name)
+    if twice:
+        problem = f"{some_of(sorted(twice))} in two files, and {INDEX} names neither: {len(twice)} tensor(s)"
+        raise CheckpointFileError(folder, problem=problem)
     return found
 
 
@@ -178,32 +185,45 @@ def is_not_used(name: str) -> bool:
     return name.startswith(NOT_USED) or name.endswith(NOT_USED_SUFFIX)
 
 
+@contextmanager
+def held_as_stored(model: nn.Module, stored: dict[str, StoredTensor]) -> Iterator[None]:
+    """Makes each `attn.wo_a` the kind of linear that its file has, still to be filled; an error undoes it.
+
+    ShareNotWhole where a rank's part of an fp8 one would begin inside of a block under one scale.
+    """
+    before, share = list[tuple[Attention, Linear | Fp8Linear]](), getattr(model, "share", WHOLE)
+    try:
+        for path, attention in model.named_modules():
+            file = stored.get(f"{path}.wo_a.weight")
+            if not isinstance(attention, Attention) or file is None:
+                continue
+            old, kind = attention.wo_a, Fp8Linear if file.dtype == torch.float8_e4m3fn else Linear
+            if kind is Fp8Linear and share.world > 1 and old.out_features % GROUP:
+                sizes = {f"{path}.wo_a in groups of {GROUP}": old.out_features * share.world}
+                raise ShareNotWhole("load_checkpoint(share=...)", world=share.world, sizes=sizes)
+            if type(old) is not kind:
+                before.append((attention, old))
+                with torch.device("meta"):
+                    attention.wo_a = kind(old.in_features, old.out_features, old.gain)
+        yield
+    except (CheckpointError, ShareNotWhole):
+        for attention, old in before:
+            attention.wo_a = old
+        raise
+
+
 def check_fit(folder: Path, targets: dict[str, Slot], files: dict[str, StoredTensor]) -> None:
     """Compares names, shapes and types without reading a tensor."""
-    fp8 = {name for name, slot in targets.items()
-           if slot.fp8_too and name in files and files[name].dtype == torch.float8_e4m3fn}
     misfits: dict[str, list[str]] = {"shape": [], "dtype": []}
     for name in sorted(targets.keys() & files.keys()):
         slot, shape, dtype = targets[name], files[name].shape, files[name].dtype
         if shape != slot.shape:
             misfits["shape"].append(f"{name} is {shape}, the model has {slot.shape}")
-        if dtype not in slot.dtypes and name not in fp8:
+        if dtype not in slot.dtypes:
             misfits["dtype"].append(f"{name} is {dtype}, the model takes {' or '.join(map(str, slot.dtypes))}")
-    for name in sorted(name for name in fp8 if scale_of(name) in files):  # targets of theirs have none
-        scale, blocks = files[scale_of(name)], tuple(-(-n // GROUP) for n in targets[name].shape)
-        if scale.shape != blocks:
-            misfits["shape"].append(f"{scale_of(name)} is {scale.shape}, {name} has {blocks} blocks")
-        if scale.dtype not in SCALES:
-            taken = " or ".join(map(str, SCALES))
-            misfits["dtype"].append(f"{scale_of(name)} is {scale.dtype}, the model takes {taken}")
-    wanted = targets.keys() | {scale_of(name) for name in fp8}
-    missing, unexpected = wanted - files.keys(), files.keys() - wanted
+    missing, unexpected = targets.keys() - files.keys(), files.keys() - targets.keys()
     if missing or unexpected or any(misfits.values()):
         raise CheckpointError(folder, sorted(missing), sorted(unexpected), **misfits)
-
-
-def scale_of(name: str) -> str:
-    return name.removesuffix("weight") + "scale"
 
 
 def fill(slot: Slot, name: str, stored: dict[str, StoredTensor], device: torch.device | str) -> None:
@@ -211,8 +231,6 @@ def fill(slot: Slot, name: str, stored: dict[str, StoredTensor], device: torch.d
     old = getattr(slot.module, slot.name)
     in_place = isinstance(slot.module, EngramTable)
     tensor = stored[name].mapped(at_random=in_place)
-    if slot.fp8_too and tensor.dtype == torch.float8_e4m3fn:
-        tensor = dequantize_fp8_weight(tensor, stored[scale_of(name)].mapped().view(torch.uint8))
     tensor = tensor.view(torch.uint8) if old.dtype == torch.uint8 else tensor
     if in_place:
         setattr(slot.module, slot.name, nn.Parameter(tensor, requires_grad=False))

@@ -20,6 +20,12 @@ def bullets(lines: Sequence[str]) -> str:
     return "".join(f"\n       - {line}" for line in lines)
 
 
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    """The first few, and how many there are beside them: a wrong checkpoint may have tens of thousands."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 class ConfigError(ModelError, ValueError):
     """Fields that contradict each other. facts: broken, a tuple of (rule, culprit)."""
 
@@ -109,10 +115,10 @@ class NoSuchRank(ModelError, ValueError):
 
 
 class ShareNotWhole(ModelError, ValueError):
-    """facts: world, sizes (those that do not divide, by name)."""
+    """facts: world, sizes (those that do not divide, by name; those under scales by "name in groups of 32")."""
 
     found = "{world} ranks cannot share {sizes}"
-    fix = "take a number of ranks that divides all of them"
+    fix = "take a number of ranks that divides all of them, and of those in groups the number of groups"
 
 
 class PartOfAModel(ModelError, ValueError):
@@ -158,10 +164,13 @@ class NoTemperature(ModelError, ValueError):
 
 
 class LogitsAreNoNumbers(ModelError, ValueError):
-    """facts: rows, total."""
+    """facts: rows (which of them, a number or a request and its position each), total."""
 
-    found = "the logits of {rows} of {total} requests hold NaN or infinities, and no token can be drawn from them"
+    found = "no token can be chosen: of {total} row(s) of logits these hold NaN or infinities: {listing}"
     fix = "look at the weights first: a scale or a tensor of the checkpoint that is damaged reaches every logit"
+
+    def __init__(self, where: object, rows: Sequence[object], total: int) -> None:
+        super().__init__(where, rows=tuple(rows), total=total, listing=some_of(list(map(str, rows))))
 
 
 class ChunkMistyped(ModelError, TypeError):

@@ -92,23 +92,30 @@ def warm_up(
 
 
 def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row. LogitsAreNoNumbers where a row holds NaN or an infinity."""
+    check_numbers("greedy", logits)
     return logits.argmax(-1)
 
 
 def sampling(temperature: float, generator: torch.Generator) -> Choose:
-    """Draws from softmax(logits / temperature), however small that is. NoTemperature where it is not above 0."""
+    """Draws from softmax(logits / temperature), however small that is. NoTemperature where it is not above 0; drawing
+    raises LogitsAreNoNumbers as greedy does."""
     if not 0 < temperature < math.inf:
         raise NoTemperature("sampling", temperature=temperature)
     divisor = max(temperature, torch.finfo(torch.float32).tiny)  # fp32 has no smaller one to divide by
 
     def draw(logits: Tensor) -> Tensor:
-        damaged = ~logits.isfinite().all(-1)
-        if damaged.any():
-            raise LogitsAreNoNumbers("sampling", rows=int(damaged.sum()), total=len(logits))
+        check_numbers("sampling", logits)
         shares = ((logits - logits.amax(-1, keepdim=True)) / divisor).softmax(-1)
         return shares.multinomial(1, generator=generator).squeeze(-1)
 
     return draw
+
+
+def check_numbers(where: str, logits: Tensor) -> None:
+    damaged = ~logits.isfinite().all(-1)
+    if damaged.any():
+        raise LogitsAreNoNumbers(where, damaged.nonzero().flatten().tolist(), len(logits))
 
 
 @torch.no_grad()
@@ -126,7 +133,7 @@ def generate(
     """Steps until every request is finished. A prompt is read `chunk` rows at a time; `requests` grow in place.
 
     `buckets`: what steps are padded to; a model whose steps are captured needs them. `reuse`: take prefix hits.
-    StepsWithoutRows where `chunk` is no number of rows.
+    StepsWithoutRows where `chunk` is no number of rows, LogitsAreNoNumbers where no token can be chosen.
     """
     if type(chunk) is not int or chunk < 1:
         raise StepsWithoutRows("generate", chunk=chunk)
@@ -146,14 +153,29 @@ def generate(
             held[slot] = requests[i].ids, requests[i].hit
         chunks = tuple(requests[i].next_chunk(slot, chunk) for i, slot in slots.items())
         logits = forward(build_batch(config, cache, chunks, buckets=buckets), cache)[: len(chunks)]
-        tokens: dict[int, int] = {}
-        for i, part, token in zip(slots, chunks, choose(logits).tolist(), strict=True):
+        behind: dict[int, int] = {}  # row of logits -> the request that a token is to be chosen for
+        for row, (i, part) in enumerate(zip(slots, chunks, strict=True)):
             requests[i].done = part.end
             held[part.slot] = requests[i].ids, max(part.end, part.hit)
             if part.end == len(requests[i].ids) < requests[i].length:
-                requests[i].ids.append(token)
-                tokens[i] = token
+                behind[row] = i
+        tokens = chosen(choose, logits, behind, requests)
+        for i, token in tokens.items():
+            requests[i].ids.append(token)
         yield Generated(tuple(slots), chunks, logits, tokens)
+
+
+def chosen(choose: Choose, logits: Tensor, behind: Mapping[int, int], requests: Sequence[Request]) -> dict[int, int]:
+    """Request -> its token. An error names the request and the position whose logits are damaged."""
+    if not behind:
+        return {}
+    some = logits if len(behind) == len(logits) else logits[list(behind)]
+    try:
+        return dict(zip(behind.values(), choose(some).tolist(), strict=True))
+    except LogitsAreNoNumbers as error:
+        wrong = [[*behind.values()][row] for row in error.facts["rows"]]  # type: ignore[attr-defined]
+        rows = [f"request {i} at position {requests[i].done - 1}" for i in wrong]
+        raise LogitsAreNoNumbers("generate", rows, len(logits)) from None
 
 
 def take_prefix(

@@ -30,6 +30,10 @@ class Linear(nn.Module):
     def reset_parameters(self) -> None:
         self.weight.normal_(std=self.gain * self.in_features**-0.5)
 
+    def decoded(self) -> Tensor:
+        """The weight as it multiplies, bf16 [out, in]."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
         return F.linear(x, self.weight)
 
@@ -61,8 +65,12 @@ class Fp8Linear(nn.Module):
         self.weight.copy_(weight)
         self.scale.copy_(scale)
 
+    def decoded(self) -> Tensor:
+        """The weight as it multiplies, bf16 [out, in]: exact, for e4m3 has 4 significant bits."""
+        return dequantize_fp8_weight(self.weight, self.scale)
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(fake_quant_fp8(x), dequantize_fp8_weight(self.weight, self.scale))
+        return F.linear(fake_quant_fp8(x), self.decoded())
 
 
 def linear(config: V41Config, in_features: int, out_features: int, gain: float = 1.0) -> Linear | Fp8Linear:

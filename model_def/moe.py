@@ -79,7 +79,15 @@ class Fp4ExpertLinear(nn.Module):
         self.scale.copy_(scale)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        return F.grouped_mm(fake_quant_fp8(x), dequantize_mxfp4(self.weight, self.scale).transpose(1, 2), offs=ends)
+        x = fake_quant_fp8(x)
+        if torch.compiler.is_compiling():  # one product: what is decoded when and where is for the compiler to say
+            return F.grouped_mm(x, dequantize_mxfp4(self.weight, self.scale).transpose(1, 2), offs=ends)
+        y, begin = x.new_empty(x.shape[0], self.weight.shape[1]), 0
+        for e, end in enumerate(ends.tolist()):  # the same, of one expert at a time: all in bf16 would be 9 GB
+            if begin < end:
+                y[begin:end] = F.linear(x[begin:end], dequantize_mxfp4(self.weight[e], self.scale[e]))
+            begin = end
+        return y
 
 
 class Experts(nn.Module):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from v41.model_def.config import V41Config
 from v41.model_def.errors import NoSuchRank, ShareNotWhole
+from v41.model_def.quantization import GROUP
 
 # the last two in the embedding and in the head alone
 DIVIDED = ("num_attention_heads", "o_groups", "moe_intermediate_size", "hidden_size", "vocab_size")
@@ -52,8 +53,12 @@ class Share:
         return cls(dist.get_rank(group), dist.get_world_size(group), group.group_name)
 
     def of_config(self, config: V41Config) -> V41Config:
-        """The sizes of this rank's sublayers. ShareNotWhole where they do not divide."""
-        if left := {name: getattr(config, name) for name in DIVIDED if getattr(config, name) % self.world}:
+        """The sizes of this rank's sublayers. ShareNotWhole where they do not divide, or groups under one scale do."""
+        left = {name: getattr(config, name) for name in DIVIDED if getattr(config, name) % self.world}
+        for name, size in in_groups(config).items():
+            if size % (GROUP * self.world) and not any(part in left for part in name.split(" * ")):
+                left[f"{name} in groups of {GROUP}"] = size
+        if left:
             raise ShareNotWhole("V41ForCausalLM(share=...)", world=self.world, sizes=left)
         heads, groups, inner, *_ = (getattr(config, name) // self.world for name in DIVIDED)
         return config.replace(num_attention_heads=heads, o_groups=groups, moe_intermediate_size=inner)
@@ -66,6 +71,15 @@ class Share:
 
 
 WHOLE = Share()
+
+
+def in_groups(config: V41Config) -> dict[str, int]:
+    """Sizes that ranks share and that scales divide into groups: none of a model in bf16. Heads are whole groups."""
+    sizes = {"moe_intermediate_size": config.moe_intermediate_size} if config.expert_dtype == "fp4" else {}
+    if config.weight_dtype == "fp8":
+        sizes["moe_intermediate_size"] = config.moe_intermediate_size
+        sizes["o_groups * o_lora_rank"] = config.o_groups * config.o_lora_rank
+    return sizes
 
 
 def split_dimension(name: str) -> int | None:

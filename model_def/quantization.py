@@ -7,7 +7,9 @@
 Inputs are bf16 values. A UE8M0 scale is 2^e, kept as the byte e + 127 and found from exponent bits; powers of two
 divide exactly, and e2m1 codes come from comparing with midpoints, so no result hangs on how a device rounds a
 division. Records and scales are uint8 (few CPU kernels take e8m0 or e2m1). All functions are row-local: [..., D] in,
-and rows may hold anything.
+and rows may hold anything. Of a group with NaN in it, e4m3 keeps the NaN in its channel and an E4M3 scale spreads it
+over the group; e2m1 under UE8M0 has no code for it and makes next to nothing of the group, as the reference does. That
+hides no NaN: index keys and queries only rank, and a row that holds one has it in its window key and in its result.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.strategies.configs import configs
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
@@ -48,6 +49,16 @@ def test_capacity_is_whole_groups(asked: int, has: int) -> None:
     assert cache.capacity == has and cache.bytes_per_token() == Cache.zeros(TINY, 1, 64).bytes_per_token()
 
 
+@given(configs(max_layers=6), st.integers(1, 40), st.integers(1, 3))
+def test_bytes_a_token_are_what_the_tensors_grow_by(config: V41Config, tokens: int, slots: int) -> None:
+    """Two groups' worth at a time, of any model; rings and tails do not grow."""
+    small, large = (Cache.zeros(config, slots, 2 * n, "meta") for n in (tokens, tokens + 1))
+    grown = [sum(t.nbytes for t in all_tensors(cache).values()) for cache in (small, large)]
+    assert grown[1] - grown[0] == (slots + 1) * 2 * small.bytes_per_token() == (slots + 1) * 2 * large.bytes_per_token()
+    for name, tensor in all_tensors(small).items():
+        assert ("ring" in name or "tail" in name) == (tensor.shape == all_tensors(large)[name].shape), name
+
+
 @pytest.mark.parametrize("value", [0, -4, True, 2.0, "8", None, torch.tensor(8)])
 @pytest.mark.parametrize("name", ["slots", "capacity"])
 def test_a_cache_for_nobody_is_refused(name: str, value: Any) -> None:
@@ -64,7 +75,7 @@ def test_a_cache_beyond_the_positions_of_the_model_is_refused() -> None:
     assert refusal.value.facts == {"capacity": 1025, "positions": 1024}
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 3)  # each runs a model
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 2))
 def test_a_step_writes_its_own_places_only(start: int, rows: int, slot: int) -> None:
     """Every other byte stays, and what is written lies where it lay: in the same memory."""

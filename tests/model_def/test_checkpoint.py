@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -144,10 +144,64 @@ def test_wo_a_may_be_fp8_and_nothing_else(released: tuple[Path, dict[str, Tensor
     tensors["layers.1.attn.indexer.weights_proj.weight"] = torch.ones(4, 256, dtype=torch.bfloat16)
     del tensors["layers.1.attn.indexer.weights_proj.scale"]
     save_file(tensors, folder / WEIGHTS)
+    load_checkpoint(V41ForCausalLM(QUANTISED), folder)
+
+
+def with_fp8_wo_a(tensors: dict[str, Tensor], layers: Iterable[int]) -> dict[str, Tensor]:
+    """The tensors as a release has them: `attn.wo_a` of these layers in fp8, with scales."""
+    tensors = dict(tensors)
+    for i in layers:
+        name = f"layers.{i}.attn.wo_a."
+        tensors[name + "weight"], scale = quantize_fp8_weight(tensors[name + "weight"])
+        tensors[name + "scale"] = scale.view(torch.float8_e8m0fnu)
+    return tensors
+
+
+@torch.no_grad()
+def logits_of(model: V41ForCausalLM) -> Tensor:
+    ids = list(range(20))
+    cache = Cache.zeros(model.config, 1, len(ids))
+    return model(build_batch(model.config, cache, [Chunk(ids, 0, 0, every_logit=True)]), cache)
+
+
+def test_a_release_has_wo_a_in_fp8_and_it_stays_so(released: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    """Held in the file's bytes; the same logits as of its bf16 values; written again as it was read."""
+    folder, tensors = released
+    stored = with_fp8_wo_a(tensors, [0, 1, 5])
+    save_file(stored, folder / WEIGHTS)
+    model = V41ForCausalLM.from_checkpoint(folder)
+    assert [type(layer.attn.wo_a) is Fp8Linear for layer in model.layers] == [i in (0, 1, 5) for i in range(6)]
+    assert sum(t.nbytes for t in model.parameters()) == sum(t.nbytes for t in stored.values())
+    assert all(same_bits(slot.parameter, stored[name]) for name, slot in slots(model).items())
+
+    decoded = {name: tensor for name, tensor in stored.items() if not name.endswith("wo_a.scale")}
+    for i in (0, 1, 5):
+        name = f"layers.{i}.attn.wo_a."
+        scale = stored[name + "scale"].view(torch.uint8)
+        decoded[name + "weight"] = dequantize_fp8_weight(stored[name + "weight"], scale)
+    (tmp_path / "decoded").mkdir()
+    (tmp_path / "decoded" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(decoded, tmp_path / "decoded" / WEIGHTS)
+    other = V41ForCausalLM.from_checkpoint(tmp_path / "decoded")
+    assert torch.equal(logits_of(model), logits_of(other))
+
+    save_checkpoint(model, tmp_path / "again")
+    again = load_file(tmp_path / "again" / WEIGHTS)
+    assert again.keys() == stored.keys() and all(same_bits(again[name], stored[name]) for name in stored)
+    load_checkpoint(model, tmp_path / "decoded")  # what a model holds follows the file it reads
+    assert same_model(model, other)
+
+
+def test_a_refused_load_leaves_wo_a_as_it_was(released: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, tensors = released
+    stored = with_fp8_wo_a(tensors, [1])
+    del stored["norm.weight"]
+    save_file(stored, folder / WEIGHTS)
     model = V41ForCausalLM(QUANTISED)
-    load_checkpoint(model, folder)
-    stored = tensors["layers.1.attn.wo_a.weight"], tensors["layers.1.attn.wo_a.scale"].view(torch.uint8)
-    assert same_bits(model.layers[1].attn.wo_a.weight, dequantize_fp8_weight(*stored))
+    before = model.layers[1].attn.wo_a
+    with pytest.raises(CheckpointError, match=r"norm\.weight"):
+        load_checkpoint(model, folder)
+    assert model.layers[1].attn.wo_a is before
 
 
 def drop_weights(folder: Path) -> None:
@@ -186,8 +240,21 @@ def test_the_index_says_which_file_holds_a_tensor(released: tuple[Path, dict[str
     load_checkpoint(model, folder)
     assert torch.equal(model.norm.weight, other["norm.weight"])
     index(**{"embed.weight": "b.safetensors"})
-    with pytest.raises(CheckpointFileError, match=r"no embed\.weight in b\.safetensors"):
+    with pytest.raises(CheckpointFileError, match=r"no embed\.weight in b\.safetensors, where .* 1 tensor"):
         load_checkpoint(model, folder)
+    index(**dict.fromkeys(sorted(tensors)[:9], "b.safetensors"))
+    with pytest.raises(CheckpointFileError) as caught:
+        load_checkpoint(model, folder)
+    listed = ", ".join(f"{name} in b.safetensors" for name in sorted(tensors)[:5])
+    assert f"no {listed} and 4 more, where {INDEX} puts 9 tensor(s)" in str(caught.value)
+    places = {name: "a.safetensors" for name in sorted(tensors)[8:]} | {"norm.weight": "b.safetensors"}
+    for name in sorted(tensors)[:8]:
+        other[name] = tensors[name]
+    save_file(other, folder / "b.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CheckpointFileError) as caught:
+        load_checkpoint(model, folder)
+    assert f"{', '.join(sorted(tensors)[:5])} and 3 more in two files" in str(caught.value)
     save_checkpoint(model, folder)  # whole: the shards that lie there are no longer the checkpoint
     again = V41ForCausalLM(QUANTISED)
     load_checkpoint(again, folder)

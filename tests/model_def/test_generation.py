@@ -23,7 +23,7 @@ from v41.model_def.errors import (
     RequestWithoutPrompt,
     StepsWithoutRows,
 )
-from v41.model_def.generation import Request, generate, greedy, sampling, warm_up
+from v41.model_def.generation import Choose, Request, generate, greedy, sampling, warm_up
 from v41.model_def.model import V41ForCausalLM
 
 TINY = V41Config.preset("tiny")
@@ -176,13 +176,43 @@ def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
         sampling(temperature, torch.Generator())
 
 
+@pytest.mark.parametrize("choose", [greedy, sampling(1.0, torch.Generator())], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("damage", [math.nan, math.inf, -math.inf])
-def test_nothing_is_drawn_from_damaged_logits(damage: float) -> None:
+def test_nothing_is_chosen_from_damaged_logits(choose: Choose, damage: float) -> None:
     logits = torch.zeros(3, 4)
     logits[1, 2] = damage
-    with pytest.raises(LogitsAreNoNumbers) as refusal:
-        sampling(1.0, torch.Generator())(logits)
-    assert refusal.value.facts == {"rows": 1, "total": 3}
+    with pytest.raises(LogitsAreNoNumbers, match="of 3 row") as refusal:
+        choose(logits)
+    assert refusal.value.facts["rows"] == (1,) and choose(logits[::2]).shape == (2,)
+
+
+class Damages(CountsUp):
+    """NaN behind `token`, wherever it is read."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        self.token = token
+
+    def __call__(self, batch: Batch, cache: Cache) -> Tensor:
+        return super().__call__(batch, cache).masked_fill(batch.tokens[batch.logit_rows, None] == self.token, math.nan)
+
+
+@pytest.mark.parametrize("choose", [greedy, sampling(1e-3, torch.Generator())], ids=["greedy", "drawn"])
+def test_damaged_logits_are_told_by_request_and_position(choose: Choose) -> None:
+    """Request 2 waits for a slot; when it writes 32 behind 31, there is nothing to choose behind that one."""
+    requests = [Request.to_write([1, 2], 9), Request.to_write([5], 2), Request.to_write([30, 31], 4)]
+    steps = generate(Damages(32), TINY, Cache.zeros(TINY, 2, 16), requests, chunk=4, choose=choose)
+    with pytest.raises(LogitsAreNoNumbers, match="request 2 at position 2") as refusal:
+        list(steps)
+    assert refusal.value.where == "generate" and requests[2].ids == [30, 31, 32] and requests[1].ids == [5, 6, 7]
+
+
+def test_damaged_logits_that_choose_nothing_are_handed_on() -> None:
+    """A chunk amid a prompt and a forced token: whoever compares two runs sees the NaN there."""
+    requests = [Request.to_write([3, 4, 5, 6], 2), Request.forced([4, 4, 4], 1)]
+    steps = list(generate(Damages(4), TINY, Cache.zeros(TINY, 2, 8), requests, chunk=2))
+    assert requests[0].ids == [3, 4, 5, 6, 7, 8]
+    assert [step.logits.isnan().any(-1).tolist() for step in steps] == [[True, True], [False, True], [False]]
 
 
 @pytest.mark.parametrize("chunk", [0, -3, True, 2.0, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from tests.model_def.exact import exact
 from tests.model_def.released import filled
 from v41.model_def import moe as moe_file
 from v41.model_def.config import V41Config
-from v41.model_def.moe import Experts, Gate, MoE, expert_ends, swiglu
+from v41.model_def.moe import Experts, Fp4ExpertLinear, Gate, MoE, expert_ends, swiglu
+from v41.model_def.quantization import dequantize_mxfp4, fake_quant_fp8
 
 TINY = V41Config.preset("tiny")
 QUANTISED = TINY.replace(weight_dtype="fp8", expert_dtype="fp4")
@@ -152,6 +154,22 @@ def test_ties_go_to_the_lower_expert_and_bias_moves_only_the_choice() -> None:
 def test_expert_ends_count_rows(numbers: list[int]) -> None:
     ends = expert_ends(torch.tensor(numbers, dtype=torch.int64), 8)
     assert ends.tolist() == [sum(n <= e for n in numbers) for e in range(8)] and ends.dtype == torch.int32
+
+
+@given(st.lists(st.integers(0, 5), min_size=4, max_size=4), st.integers(0, 2**32))
+@torch.no_grad()
+def test_packed_experts_are_decoded_one_at_a_time_and_only_those_that_have_rows(counts: list[int], seed: int) -> None:
+    """With the bits of one grouped product over all of them, which is what a compiler gets."""
+    torch.manual_seed(seed)
+    linear, x = Fp4ExpertLinear(4, 64, 96), torch.randn(sum(counts), 64).bfloat16()
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    weights = dequantize_mxfp4(linear.weight, linear.scale).transpose(1, 2)
+    with patch.object(moe_file, "dequantize_mxfp4", wraps=dequantize_mxfp4) as decoded:
+        y = linear(x, ends)
+    assert torch.equal(y, F.grouped_mm(fake_quant_fp8(x), weights, offs=ends))
+    held = [linear.weight[e].data_ptr() for e, rows in enumerate(counts) if rows]
+    assert [call.args[0].data_ptr() for call in decoded.call_args_list] == held
+    assert all(call.args[0].shape == (96, 32) for call in decoded.call_args_list)
 
 
 @pytest.mark.parametrize("config", [TINY, QUANTISED], ids=["bf16", "quantised"])

@@ -168,8 +168,26 @@ def test_wo_a_in_fp8_is_shared_too(tmp_path: Path) -> None:
     tensors[name], scale = quantize_fp8_weight(tensors[name])
     tensors["layers.1.attn.wo_a.scale"] = scale.view(torch.float8_e8m0fnu)
     save_file(tensors, tmp_path / WEIGHTS)
-    parts = [slots(share)[name].parameter for share in load_shares(tmp_path, 2)]
-    assert torch.equal(torch.cat(parts), dequantize_fp8_weight(tensors[name], scale))
+    shares = load_shares(tmp_path, 2)
+    for stored, part in ((tensors[name], "weight"), (scale, "scale")):
+        held = [slots(share)[name.replace("weight", part)].parameter for share in shares]
+        assert torch.equal(torch.cat([as_bytes(each) for each in held]), as_bytes(stored))
+    decoded = torch.cat([share.layers[1].attn.wo_a.decoded() for share in shares])
+    assert torch.equal(decoded, dequantize_fp8_weight(tensors[name], scale))
+
+
+def test_a_part_that_begins_inside_a_block_of_wo_a_is_refused(tmp_path: Path) -> None:
+    """Of a model in bf16 whose file has wo_a in fp8 all the same: 62 rows of it lie in 2 blocks, and 31 in one."""
+    config = first_layers(TINY, 1).replace(o_lora_rank=31)
+    save_checkpoint(V41ForCausalLM.random(config), tmp_path)
+    tensors, name = load_file(tmp_path / WEIGHTS), "layers.0.attn.wo_a.weight"
+    tensors[name], scale = quantize_fp8_weight(tensors[name])
+    tensors["layers.0.attn.wo_a.scale"] = scale.view(torch.float8_e8m0fnu)
+    save_file(tensors, tmp_path / WEIGHTS)
+    assert V41ForCausalLM.from_checkpoint(tmp_path).layers[0].attn.wo_a.scale.shape == (2, 4)
+    with pytest.raises(ShareNotWhole) as caught:
+        V41ForCausalLM.from_checkpoint(tmp_path, share=Share(1, 2))
+    assert caught.value.facts["sizes"] == {"layers.0.attn.wo_a in groups of 32": 62}
 
 
 NOT_DIVIDED = [(3, "num_attention_heads"), (4, "o_groups"), (5, "moe_intermediate_size"), (6, "hidden_size")]
@@ -180,6 +198,28 @@ def test_what_does_not_divide_is_refused(world: int, name: str) -> None:
     with torch.device("meta"), pytest.raises(ShareNotWhole) as caught:
         V41ForCausalLM(TINY, Share(0, world))
     assert name in caught.value.facts["sizes"] and caught.value.facts["world"] == world
+
+
+EIGHT = TINY.replace(num_attention_heads=8, o_groups=8, o_lora_rank=16)
+SPLIT_GROUPS = {  # how weights are held -> what 8 ranks would cut inside of a group of 32
+    ("fp8", "fp4"): {"moe_intermediate_size in groups of 32": 128, "o_groups * o_lora_rank in groups of 32": 128},
+    ("fp8", "bf16"): {"moe_intermediate_size in groups of 32": 128, "o_groups * o_lora_rank in groups of 32": 128},
+    ("bf16", "fp4"): {"moe_intermediate_size in groups of 32": 128},
+    ("bf16", "bf16"): {},
+}
+
+
+@pytest.mark.parametrize("kinds", SPLIT_GROUPS)
+def test_a_share_that_cuts_a_group_is_refused(kinds: tuple[str, str]) -> None:
+    config, expected = EIGHT.replace(weight_dtype=kinds[0], expert_dtype=kinds[1]), SPLIT_GROUPS[kinds]
+    with torch.device("meta"):
+        V41ForCausalLM(config, Share(3, 4))
+        if not expected:
+            V41ForCausalLM(config, Share(0, 8))
+            return
+        with pytest.raises(ShareNotWhole) as caught:
+            V41ForCausalLM(config, Share(0, 8))
+    assert caught.value.facts == {"world": 8, "sizes": expected}
 
 
 @pytest.mark.parametrize(("rank", "world"), [(0, 0), (-1, 2), (2, 2), (0, -1), (True, 2), (0, 2.0), (0, None)])

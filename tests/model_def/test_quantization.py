@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +61,12 @@ def slow_fake_quant(format: Format, group: list[float]) -> list[float]:
     exact = [Fraction(v) for v in group]
     scale = format.scale(max(abs(v) for v in exact))
     sizes = [nearest(min(abs(v) / scale, format.grid[-1]), format.grid) * scale for v in exact]
-    return [float(size if v >= 0 else -size) for v, size in zip(exact, sizes, strict=True)]
+    return [in_bf16(size if v >= 0 else -size) for v, size in zip(exact, sizes, strict=True)]
+
+
+def in_bf16(x: Fraction) -> float:
+    """A value of the formats has few bits, so it is one of bf16; of 2^128, the next beyond the largest, it has inf."""
+    return math.copysign(math.inf, x) if abs(x) >= Fraction(2) ** 128 else float(x)
 
 
 def agrees(format: Format, x: Tensor) -> bool:
@@ -101,6 +107,40 @@ def test_scales_of_every_amax(name: str) -> None:
     value = scale.view(torch.float8_e4m3fn).double() if name == "fp4" else torch.exp2(scale.double() - 127)
     expected = [float(format.scale(Fraction(a))) for a in amax.tolist()]
     assert value.tolist() == expected
+
+
+LARGEST = [255 * 2.0**120, 245 * 2.0**120, 200 * 2.0**120]  # the first is the largest of bf16
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("fp8", [math.inf, 240 * 2.0**120, 192 * 2.0**120]), ("fp4", [2688.0] * 3),
+    ("mxfp4", [math.inf, math.inf, 192 * 2.0**120])])  # fmt: skip
+def test_what_rounds_up_to_2_to_the_128_is_infinite(name: str, expected: list[float]) -> None:
+    """As in the reference, which multiplies value and scale in fp32. An E4M3 scale cuts off at 2688 long before."""
+    format = FORMATS[name]
+    x = torch.zeros(3, format.record.group, dtype=torch.bfloat16)
+    x[:, 1], x[:, 2] = -torch.tensor(LARGEST).bfloat16(), 1.5
+    assert agrees(format, x)
+    assert (-format.fake_quant(x)[:, 1]).tolist() == expected
+
+
+# channels that decode to NaN of a group with NaN in channel 5; of what does not, little more than 0 is left
+NAN_REACHES = {"fp8": [5], "fp4": [*range(16)], "mxfp4": []}
+
+
+@pytest.mark.parametrize("name", NAN_REACHES)
+def test_what_a_nan_does_to_its_group(name: str) -> None:
+    """Equal to the reference's, up to the sign of its zeros. Nothing of it reaches another group."""
+    format = FORMATS[name]
+    group = format.record.group
+    x = torch.full((2, 3 * group), 1.5, dtype=torch.bfloat16)
+    x[0, group + 5] = torch.nan
+    fake = format.record.decode(format.record.encode(x))
+    own = fake[0, group : 2 * group].clone()
+    fake[0, group : 2 * group] = 1.5
+    assert torch.equal(fake, torch.full_like(x, 1.5))
+    assert own.isnan().nonzero().flatten().tolist() == NAN_REACHES[name]
+    assert own.nan_to_num(0.0).abs().max() < 2.0**-120
 
 
 def test_ties_go_to_the_even_code() -> None:
