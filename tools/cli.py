@@ -196,6 +196,8 @@ def add_timeline(command: argparse.ArgumentParser) -> None:
     command.add_argument("--preset", default="tiny", metavar="NAME", help="tiny, bench or flash (tiny)")
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of it")
     command.add_argument("--rows", type=positive, default=16, metavar="N", help="of the step (16)")
+    command.add_argument("--measure", action="store_true", help="run it too, on a GPU if there is one, random weights")
+    command.add_argument("--context", type=positive, default=512, metavar="N", help="tokens of each request then (512)")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write one that Perfetto and Chrome show")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
 
@@ -328,8 +330,9 @@ def add_overlap(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
     command.add_argument("--context", type=positive, default=4096, metavar="N", help="tokens of each request (4096)")
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
-    command.add_argument("--stress", type=positive, metavar="N", help="steps of each case with delays on the streams")
-    command.add_argument("--budget", type=float, default=480, help="seconds after which nothing starts (480)")
+    command.add_argument("--stress", type=positive, metavar="N", help="then decode so many steps, streams delayed")
+    command.add_argument("--budget", type=float, default=440, help="seconds; stress takes what is left of them (440)")
+    command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: bits alone, in order (cuda)")
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:

@@ -6,12 +6,13 @@
     piece_5       end of region mhc_boundary            0      101    140
 
 A piece begins when its stream is free and those it waits for are done; how long each takes is predicted (times.py), as
-if streams did not slow each other down. The names are those of the plan.
+if streams did not slow each other down. The names are those of the plan. What was measured (measured_schedule.py) gets
+columns beside it, and a process of its own in the trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,22 +55,44 @@ def length(plan: Plan, slots: list[Slot]) -> float:
     return max((slot.end for slot in slots if slot.stream == 0 or slot.name in joined), default=0.0)
 
 
-def schedule_table(slots: list[Slot]) -> Table:
-    made = table("piece", "begins", "stream", "from us", "to us", "us", left=2)
-    for slot in slots:
-        add(made, slot.name, slot.border, slot.stream, slot.start, slot.end, slot.end - slot.start)
+def beside(predicted: Sequence[Slot], measured: Sequence[Slot]) -> list[tuple[Slot | None, Slot | None]]:
+    """Both slots of each piece, in the order of the first that knows it; None where it has none."""
+    ours, theirs = ({slot.name: slot for slot in slots} for slots in (predicted, measured))
+    return [(ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])]
+
+
+def schedule_table(slots: Sequence[Slot], measured: Sequence[Slot] | None = None) -> Table:
+    """A line a piece."""
+    times = ("from us", "to us", "us")
+    further = [f"measured {time}" for time in times] if measured is not None else []
+    made = table("piece", "begins", "stream", *times, *further, left=2)
+    for ours, theirs in beside(slots, measured or ()):
+        slot = ours or theirs
+        assert slot is not None
+        add(made, slot.name, slot.border, slot.stream, *_times(ours), *(_times(theirs) if further else ()))
     return made
 
 
-def trace(plan: Plan, slots: list[Slot]) -> dict[str, Any]:
-    """The same as Chrome and Perfetto read it: a track a stream, an arrow an event."""
+def _times(slot: Slot | None) -> tuple[float | None, float | None, float | None]:
+    return (slot.start, slot.end, slot.end - slot.start) if slot else (None, None, None)
+
+
+def trace(plan: Plan, slots: Sequence[Slot], measured: Sequence[Slot] | None = None) -> dict[str, Any]:
+    """The same as Chrome and Perfetto read it: a track a stream, an arrow an event; of each schedule a process."""
+    schedules = {"predicted": slots} | ({} if measured is None else {"measured": measured})
+    told = [event for pid, (name, each) in enumerate(schedules.items()) for event in _process(plan, pid, name, each)]
+    return {"displayTimeUnit": "ns", "traceEvents": told}
+
+
+def _process(plan: Plan, pid: int, name: str, slots: Sequence[Slot]) -> list[dict[str, Any]]:
     placed = {slot.name: slot for slot in slots}
     tracks = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": stream, "args": {"name": f"stream {stream}"}}
-        for stream in sorted({slot.stream for slot in slots})
-    ]
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}},
+        *({"ph": "M", "name": "thread_name", "pid": pid, "tid": stream, "args": {"name": f"stream {stream}"}}
+          for stream in sorted({slot.stream for slot in slots})),
+    ]  # fmt: skip
     pieces = [
-        {"ph": "X", "name": slot.name, "cat": "piece", "pid": 0, "tid": slot.stream, "ts": slot.start,
+        {"ph": "X", "name": slot.name, "cat": "piece", "pid": pid, "tid": slot.stream, "ts": slot.start,
          "dur": slot.end - slot.start, "args": {"begins": slot.border}}
         for slot in slots
     ]  # fmt: skip
@@ -77,7 +100,7 @@ def trace(plan: Plan, slots: list[Slot]) -> dict[str, Any]:
     for at, event in enumerate(plan.events):
         if event.after in placed and event.before in placed:
             after, before = placed[event.after], placed[event.before]
-            both = {"name": "event", "cat": "event", "id": at, "pid": 0}
+            both = {"name": "event", "cat": "event", "id": f"{pid}.{at}", "pid": pid}
             arrows.append({**both, "ph": "s", "tid": after.stream, "ts": after.end})
             arrows.append({**both, "ph": "f", "bp": "e", "tid": before.stream, "ts": before.start})
-    return {"displayTimeUnit": "ns", "traceEvents": [*tracks, *pieces, *arrows]}
+    return [*tracks, *pieces, *arrows]

@@ -83,6 +83,13 @@ class BodyNotKept(V41Error):
     fix = 'take the plan of a compilation with options={{"cache": False}}'
 
 
+class StepNotCaptured(V41Error):
+    """facts: rows."""
+
+    found = "a step of {rows} rows did not become one graph, and only such steps have side streams"
+    fix = "take a decode step of at most 256 rows; the report's captures say why another did not"
+
+
 class BenchNeedsGPU(V41Error):
     """facts: found."""
 
@@ -193,6 +200,13 @@ class UnknownNode(V41Error):
 
     found = "no node, region, piece or line of the model is called {name!r}"
     fix = "use a name that v41 partition, v41 diff or a report shows: {known}"
+
+
+class AmbiguousNode(V41Error):
+    """facts: name, count, candidates (as text, a line each)."""
+
+    found = "{count} nodes are called {name}:\n{candidates}"
+    fix = "give one of these as it stands here"
 
 
 class SizesMissing(V41Error):

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 from tests.strategies.plans import plan, plans
 from tests.strategies.side_work import planned, program
 from v41.passes.analysis.happens_before import Order
+from v41.passes.assign_streams import assign_streams
+from v41.passes.same_values import random_inputs
 from v41.passes.synchronise import synchronise
 from v41.plan import Plan
-from v41.tools.timeline import Slot, length, schedule, schedule_table, trace
+from v41.regions import flatten
+from v41.runtime.executor import eager_artifact
+from v41.tools.cli import main
+from v41.tools.measured_schedule import Measured, measured_schedule, schedule_of
+from v41.tools.planned_step import PlannedStep
+from v41.tools.timeline import Slot, beside, length, schedule, schedule_table, trace
 from v41.tools.timeline_command import show
 
 PIECES = "critical: x -> s h,", "cone@1: s -> pre,", "attend: h -> y,", "mix: s y pre -> out,"
@@ -54,7 +65,7 @@ def test_no_slot_begins_before_what_it_waits_for(drawn: Plan, data: st.DataObjec
 def test_the_trace_has_a_track_a_stream_and_an_arrow_an_event() -> None:
     found = trace(STEP, schedule(STEP, US))["traceEvents"]
     kinds = [event["ph"] for event in found]
-    assert (kinds.count("M"), kinds.count("X"), kinds.count("s"), kinds.count("f")) == (2, 4, 2, 2)
+    assert (kinds.count("M"), kinds.count("X"), kinds.count("s"), kinds.count("f")) == (3, 4, 2, 2)
     (cone,) = (event for event in found if event["name"] == "cone")
     assert (cone["tid"], cone["ts"], cone["dur"]) == (1, 5.0, 9.0)
 
@@ -63,12 +74,89 @@ def test_the_table_has_a_line_a_piece() -> None:
     assert schedule_table([Slot("a", 0, 0.0, 1.0, "start")]).row_count == 1
 
 
+def test_what_was_measured_stands_beside_it_under_the_same_names() -> None:
+    predicted, ran = schedule(STEP, US), schedule(STEP, US | {"attend": 40.0})[:-1]
+    assert [(a and a.name, b and b.name) for a, b in beside(predicted, ran)][2:] == [
+        ("attend", "attend"),
+        ("mix", None),
+    ]
+    made = schedule_table(predicted, ran)
+    assert (made.row_count, len(made.columns)) == (4, 9) and len(schedule_table(predicted).columns) == 6
+    events = trace(STEP, predicted, ran)["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["predicted", "measured"]
+    assert {e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1} == {"critical", "cone", "attend"}
+    arrows = {(e["id"], e["ph"]) for e in events if e.get("cat") == "event"}
+    assert len(arrows) == 6  # two events predicted, one of them measured at both ends
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What the profiler says of a range."""
+
+    name: str
+    start: float
+    end: float
+    device_type: DeviceType = DeviceType.CUDA
+    device_resource_id: int = 7
+    is_user_annotation: bool = True
+
+    @property
+    def time_range(self) -> Interval:
+        return Interval(self.start, self.end)
+
+
+HOST = [Ran(f"v41 {name}", at, at + 1.0, DeviceType.CPU, 0) for at, name in enumerate(US)]
+DEVICE = [Ran("v41 critical", 50, 56), Ran("v41 cone", 57, 66, device_resource_id=20), Ran("v41 attend", 57, 90),
+          Ran("v41 mix", 91, 97), Ran("a kernel", 10, 50), Ran("aten::mm", 50, 52)]  # fmt: skip
+
+
+def test_a_gpu_tells_when_each_piece_ran_and_where() -> None:
+    made = schedule_of(STEP, [*HOST, *DEVICE], DeviceType.CUDA)
+    told = [(slot.name, slot.stream, slot.start, slot.end) for slot in made.slots]
+    assert told == [("critical", 0, 0, 6), ("cone", 1, 7, 16), ("attend", 0, 7, 40), ("mix", 0, 41, 47)] and made.ahead
+    behind = [*HOST, Ran("v41 mix", 60, 70, DeviceType.CPU, 0)]
+    assert not schedule_of(STEP, [*behind, *DEVICE], DeviceType.CUDA).ahead
+    fewer = schedule_of(STEP, [*HOST, *DEVICE[:1], *DEVICE[2:]], DeviceType.CUDA)
+    assert [slot.name for slot in fewer.slots] == ["critical", "attend", "mix"]
+    assert schedule_of(STEP, HOST, DeviceType.CUDA).slots == []
+
+
+def test_on_a_cpu_the_ranges_are_the_schedule() -> None:
+    gm = program(["keep", "seam", "seam", "use", "seam"])
+    made = planned(gm)
+    artifacts = {piece.key: eager_artifact(piece.body) for piece in made.pieces}
+    step = PlannedStep(made, artifacts, random_inputs(flatten(gm), 3), torch.device("cpu"), {})
+    ran = measured_schedule(step, made)
+    names, starts = [slot.name for slot in ran.slots], [slot.start for slot in ran.slots]
+    assert names == [piece.name for piece in made.pieces] and starts == sorted(starts) and starts[0] == 0
+    assert all(slot.stream == 0 and slot.end > slot.start for slot in ran.slots) and ran.ahead
+
+
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = planned(program(["keep", "seam", "seam", "seam", "use", "seam"]))
-    assert show(made, 4, tmp_path / "trace.json", as_json=True) == 0
+    given = (made, *assign_streams(made, (4,)))
+    assert show(*given, None, rows=4, file=tmp_path / "trace.json", as_json=True) == 0
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} == {each["name"] for each in facts["pieces"]}
     assert facts["side_streams_us"] > 0 and facts["sites"] >= 1
-    assert show(made, 4, None, as_json=False) == 0
-    assert "4 rows, predicted" in capsys.readouterr().out
+    assert "measured" not in facts and "measured_us" not in facts
+    ran = Measured([Slot(piece.name, 0, 1.0, 3.0, piece.border) for piece in given[1].pieces], ahead=False)
+    assert show(*given, ran, rows=4, file=None, as_json=False) == 0
+    told = capsys.readouterr().out
+    assert "4 rows, predicted" in told and "measured: 3.0 us; the host was not ahead" in told
+    assert show(*given, ran, rows=4, file=None, as_json=True) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["measured_us"], facts["host_ahead"], len(facts["measured"])) == (3.0, False, len(given[1].pieces))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it takes a compilation")
+def test_the_command_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace_file = tmp_path / "trace.json"
+    arguments = ["--layers", "1", "--rows", "4", "--context", "40", "--measure", "--json", "--trace", str(trace_file)]
+    assert main(["timeline", *arguments]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {each["name"] for each in facts["measured"]} >= {each["name"] for each in facts["pieces"]}
+    assert facts["applied"] >= 1 and facts["measured_us"] > 0
+    assert {e["pid"] for e in json.loads(trace_file.read_text())["traceEvents"]} == {0, 1}

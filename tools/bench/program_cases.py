@@ -62,12 +62,14 @@ def cut(config: V41Config) -> V41Config:
 
 
 @torch.no_grad()
-def prepare(model: V41ForCausalLM, decode: Sequence[int], prefill: Sequence[int], context: int) -> list[Case]:
+def prepare(
+    model: V41ForCausalLM, decode: Sequence[int], prefill: Sequence[int], context: int, room: int = 0
+) -> list[Case]:
     """The cases, the largest first, on one cache that holds what they read. `context` tokens at most, the last one read
-    by the step."""
+    by the step; the cache has room for so many more."""
     device, config = model.head.weight.device, model.config
     slots = max([1, *decode])
-    cache = Cache.zeros(config, slots + 1, max([context, *prefill]), device)
+    cache = Cache.zeros(config, slots + 1, max([context, *prefill]) + room, device)
     ids = token_ids(config, max([context, *prefill]) + slots)
     start = (context - 1) // 2 * 2
     shared, last = ids[:start], ids[-slots:]
