@@ -77,7 +77,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
 )
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that become pieces of their own
-ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor")  # likewise, where kernels are generated
+ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor", "attention")  # likewise, where kernels are generated
 SWITCHED_OFF = "switched off by torch (disabled_passes or its bisector)"
 ALONG = "rows"  # the size whose work is captured in pieces, apart from work with other sizes
 
