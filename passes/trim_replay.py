@@ -54,6 +54,7 @@ def trim(gm: GraphModule, kept: Kept) -> list[Decision]:
     if spoken is not None:
         return [refused(spoken, ALONE, spoken)]
     read_sizes_of_inputs(gm)
+    drop_unread(gm)
     rows = opened(gm, kept)
     told = [refused(node, *problem) for node, problem in rows.problems.items()]
     told += [refused(node, KNOWN, node) for node in unknown(rows)]
@@ -86,6 +87,13 @@ def read_sizes_of_inputs(gm: GraphModule) -> None:
             known |= {expression(size): (node, dim) for dim, size in reversed(list(enumerate(shape(node))))}
         elif node.target is aten.sym_size.int and (found := known.get(expression(node.meta["val"]))) is not None:
             node.args = found
+
+
+def drop_unread(gm: GraphModule) -> None:
+    """What only computes and nobody reads goes: no demand says which rows it has, and it may read late ones."""
+    for node in reversed(gm.graph.nodes):
+        if node.op == "call_function" and not node.users and effect_of(node) is None and not node.is_impure():
+            gm.graph.erase_node(node)
 
 
 def unknown(rows: LateRows) -> list[Node]:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tests.invariants import check_fired_share
 from tests.side_streams import SideStreams
 from tests.strategies.mhc import Stack, stacks
 from tests.strategies.side_work import by_nodes, check_sides, planned, program, programs
@@ -29,6 +31,7 @@ from v41.passes.fold_sinkhorn import fold_sinkhorn
 from v41.passes.outline_mhc import outline_mhc
 from v41.passes.partition import partition
 from v41.passes.pipeline import ALONG, CUT_AT
+from v41.passes.plan_passes import run_plan_pass
 from v41.passes.same_values import random_inputs
 from v41.passes.side_work import PARTS
 from v41.plan import Plan
@@ -111,6 +114,32 @@ def test_any_program(steps: list[str]) -> None:
     plan = planned(gm)
     made, _ = assign_streams(plan, RUNGS, by_nodes)
     check_streams(gm, plan, made)
+
+
+def decided_of(steps: list[str]) -> list[bool]:
+    """Of each cone whether it leaves, by the driver, which holds what comes out to check_plan."""
+    _, run = run_plan_pass(
+        "assign_streams", lambda plan: assign_streams(plan, RUNGS, by_nodes), planned(program(steps)), strict=True
+    )
+    return [each.applied for each in run.decisions]
+
+
+def test_of_drawn_programs_some_have_work_that_leaves_and_some_have_not() -> None:
+    fired: list[bool] = []
+
+    @given(programs)
+    @settings(max_examples=max(20, settings.default.max_examples // 2), phases=[Phase.generate])
+    def draw(steps: list[str]) -> None:
+        fired.append(any(decided_of(steps)))
+
+    draw()
+    check_fired_share(fired)
+
+
+@FEWEST
+@given(st.lists(st.sampled_from(["seam", "use", "gather", "keep a read"]), min_size=2, max_size=8))
+def test_nothing_leaves_that_hangs_on_layers_and_on_what_is_written(steps: list[str]) -> None:
+    assert not any(decided_of([*steps, "write"]))
 
 
 LATE = ["keep", "seam", "seam", "seam", "use", "seam"]

@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
+from tests.invariants import check_fired_share
 from tests.passes.careless import CARELESS
 from tests.passes.mutants import ELSEWHERE, MUTANTS
 from v41.passes.partition import partition
 from v41.passes.pipeline import PIPELINE, Pass, copy_of, run_pipeline
+from v41.passes.plan_passes import PLAN_PASSES
 from v41.passes.restrict_index_scores import restrict_index_scores
 from v41.passes.same_values import RULE as VALUES
+from v41.passes.synchronise import synchronise
+
+# Over graphs, and over plans; partition decides nothing of a site.
+EVERY = (*(each.name for each in PIPELINE), restrict_index_scores.__name__, *PLAN_PASSES, synchronise.__name__)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -51,6 +57,21 @@ def test_every_pass_has_seeded_bugs_and_each_is_shown() -> None:
         )
         assert cases_of(shown) == list(getattr(tests, bugs))
         count[name] += len(getattr(tests, bugs))
-    passes = [each.name for each in PIPELINE] + [restrict_index_scores.__name__, partition.__name__]
-    assert [name for name in passes if not count[name]] == []
+    assert [name for name in (*EVERY, partition.__name__) if not count[name]] == []
     assert count.total() + len(CARELESS) >= 20
+
+
+def test_every_pass_has_a_test_that_holds_how_often_it_fires_to_both_sides() -> None:
+    """In the file of its name a test function calls check_fired_share, on what it drew."""
+    without = []
+    for name in EVERY:
+        tests = import_module(f"tests.passes.test_{name}")
+        named = (value for key, value in vars(tests).items() if key.startswith("test_") and callable(value))
+        if not any(check_fired_share.__name__ in called_in(each) for each in named):
+            without.append(name)
+    assert without == []
+
+
+def called_in(function: Any) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return code.co_names if code is not None else ()

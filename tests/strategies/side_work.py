@@ -21,7 +21,7 @@ from v41.regions import flatten, outline
 ROWS, IDS, WEIGHT, TABLE = torch.randn(3, 4), torch.tensor([1, 0, 1]), torch.randn(4, 4), torch.randn(2, 4)
 CACHE = torch.zeros(5, 4)
 STEPS = ("seam", "seam", "keep", "use", "look up", "gather", "write", "keep a read", "keep a draw")
-programs = st.lists(st.sampled_from(STEPS), min_size=3, max_size=9)
+programs = st.lists(st.sampled_from(STEPS), min_size=3, max_size=9).filter(lambda steps: {*steps} != {"use"})
 
 
 def program(steps: Sequence[str]) -> GraphModule:
