@@ -30,6 +30,7 @@ from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.sizes import symbols_in
 from v41.passes.matching import fake, shape
 from v41.passes.replay_rows import TAKES_ROWS, LateRows, indices
+from v41.passes.replay_seam import outline_seam
 from v41.regions import body_of, invoke_subgraph
 
 aten, prims = ops.aten, ops.prims
@@ -75,17 +76,23 @@ class Editor:
         self._taken: dict[object, Node] = {}
         self._bodies: dict[GraphModule, GraphModule] = {}
         self._constants: dict[Node, Node] = {}
+        self._seam: list[Node] = []  # those of `made` that rest on early nodes alone, in order
+        self._same: dict[Node, Node] = {}  # node of the seam -> what it equals where every row is kept
 
     def edit(self) -> None:
         with self.resize.mode, without_guards(self.resize.mode):
             for node in [node for node in self.graph.nodes if node in self.late]:
                 self._rewire(node)
+        for node in reversed(self.graph.nodes):  # a result that nobody takes would keep its old size
+            if node.target is operator.getitem and not node.users and node.args[0] in self.late:
+                self.graph.erase_node(node)
         order = self._order()
         last = next(iter(self.graph.nodes))
         for node in order:
             if node is not last and node.op != "output":
                 last.append(node)
             last = node
+        outline_seam(self.gm, self._seam, [self.kept.rows], self._same)
 
     # ---- a late node
 
@@ -189,7 +196,10 @@ class Editor:
         of_request = self._late(self.ragged.requests)
         first = self._once("first of its request", aten.index.Tensor, (self._first, [of_request]), like)
         behind = self._once("behind the first", aten.sub.Tensor, (each, first), like)
-        return self._once("column", aten.minimum.default, (behind, self._late(self.ragged.columns)), like)
+        columns = self._late(self.ragged.columns)
+        column = self._once("column", aten.minimum.default, (behind, columns), like)
+        self._same[column] = self.ragged.columns
+        return column
 
     # ---- sizes
 
@@ -238,31 +248,37 @@ class Editor:
 
     def _order(self) -> list[Node]:
         """All nodes: what is early, the seam, what is late; each after what it reads, and a write after the reads of
-        what was there before. Writes that wait for late reads stand in the seam with these."""
+        what was there before. Writes that wait for late reads stand behind the seam with these."""
         nodes = list(self.graph.nodes)
         at = {node: i for i, node in enumerate(nodes)}
         needs = {node: dict.fromkeys(node.all_input_nodes) for node in nodes}
         for node in nodes:
-            if node.target is aten.index_put.default:
-                state = node.args[0]
-                needs[node] |= {user: None for user in state.users if user is not node and at[user] < at[node]}
+            needs[node] |= self._waits_for(node, at)
         group = dict[Node, int]()
         for node in nodes:
-            own = 1 if node in self.made else 2 if node in self.late else 0
+            own = 1 if node in self.made else 3 if node in self.late else 0
             group[node] = max([own, *(group.get(need, 0) for need in needs[node])])
         for node in nodes:  # copies back into inputs end the program, as they did
             if node.op == "output" or (node in self.rows.forward.effects and effect_of(node) == "writes"):
-                group[node] = 3
+                group[node] = 4
         for node in reversed(nodes):  # what has no rows stays with who reads it: weights, entries of a cache
             if node.op not in ("placeholder", "output") and not self._works_on_rows(node) and node.users:
                 group[node] = max(group[node], min(group[user] for user in node.users))
-        waits = [node for node in nodes if group[node] == 2 and node not in self.late and self._works_on_rows(node)]
+        waits = [node for node in nodes if group[node] == 3 and node not in self.late and self._works_on_rows(node)]
         while waits:
             node = waits.pop()
-            if group[node] == 2:
-                group[node] = 1
+            if group[node] == 3:
+                group[node] = 2
                 waits += needs[node]
-        return _sorted(nodes, needs, lambda node: (group[node], at[node]))
+        order = _sorted(nodes, needs, lambda node: (group[node], at[node]))
+        self._seam = [node for node in order if node in self.made and group[node] == 1]
+        return order
+
+    def _waits_for(self, node: Node, at: dict[Node, int]) -> dict[Node, None]:
+        """The reads of what is there before `node` writes."""
+        state = node.args[0] if node.target is aten.index_put.default else None
+        users = state.users if isinstance(state, Node) else ()
+        return {user: None for user in users if user is not node and at[user] < at[node]}
 
     def _works_on_rows(self, node: Node) -> bool:
         """Whether it works on all rows, or as one of the seam or late ones on some."""

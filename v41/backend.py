@@ -45,10 +45,13 @@ from v41.passes.partition import partition
 from v41.passes.pipeline import ALONG, CUT_AT, PIPELINE, ROW_KERNELS, run_pipeline, text_of
 from v41.passes.plan_passes import run_plan_pass
 from v41.passes.prefetch_engram import prefetch_engram
+from v41.passes.replay_seam import KIND as SEAM
+from v41.passes.replay_seam import parted
 from v41.passes.side_work import HALVES
 from v41.plan import Plan
-from v41.regions import REDUCED, cuts, region_of, regions
+from v41.regions import REDUCED, cuts, flatten, region_of, regions
 from v41.report import Captures, CompileReport, programs_wanted, publish, source_of
+from v41.runtime.all_kept import AllKept
 from v41.runtime.capture import CudaGraphs, Graphs
 from v41.runtime.executor import Artifact, Run, eager_artifact, executor
 from v41.runtime.replay import Replayer
@@ -203,7 +206,7 @@ def planned(
     if REDUCED not in cut_at:
         open_reduced(program)
     open_shared(program, cut_at)
-    plan = partition(program, cut_at=cut_at, along=ALONG, called=called)
+    plan = partition(program, cut_at=(*cut_at, SEAM), along=ALONG, called=called)
     plan, early = run_plan_pass("prefetch_engram", prefetch_engram, plan, strict=options.strict)
     if early.decisions or early.failure:
         report.passes.append(early)
@@ -285,6 +288,10 @@ def artifact(
 
     tiers: ranges of sizes for which Inductor makes code of their own, as limits by symbol.
     """
+    if (apart := parted(body)) is not None:
+        taken = artifact(flatten(body), names, order, report, tiers)
+        rest = None if apart.rest is None else artifact(apart.rest, names, order, report, tiers)
+        return AllKept(apart.kept, apart.taken, apart.same, apart.reads, taken, rest)
     for way, following in pairwise(order):
         made = generated(body, names, report) if way == "triton" else compiled_by_inductor(body, names, tiers)
         if not isinstance(made, str):

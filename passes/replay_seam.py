@@ -1,0 +1,147 @@
+"""replay_seam: the gathers of a trimmed program are one region, which has nothing to do where every row is kept.
+
+    before   X' = X[kept_rows];   first' = searchsorted(kept_rows, first_rows);   grid = first' + columns
+    after    region(kind="kept_rows", body = those nodes, attrs below) -> X', first', grid
+    attrs    indices   operands that say which rows are kept, ascending, each once
+             taken     (operand, dimension): its size is the number of rows they are taken from; one of each such size
+             same      (output, operand): equal where every row is kept, though the body does not show it
+
+As many numbers as there are rows, ascending, each once, are all of them in order. So where the sizes are equal, a
+gather gives what it reads, and a row's place among those kept is its number: in every decode step, and in a prefill of
+few rows. `parted` says which results of a piece are then its inputs, and what is left to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, ops
+from torch.fx import Graph, GraphModule, Node
+
+from v41.passes.matching import shape
+from v41.regions import flatten, outline, region_of, regions
+
+aten = ops.aten
+KIND = "kept_rows"
+
+
+def outline_seam(
+    gm: GraphModule, made: Iterable[Node], indices: Collection[Node], same: Mapping[Node, Node]
+) -> Node | None:
+    """Moves those of `made` that are tensors into a region, and returns its call; None where there are none.
+
+    made: in graph order; no path leaves them and comes back. same: node -> what it equals where every row is kept.
+    """
+    members = [node for node in made if isinstance(node.meta.get("val"), Tensor)]
+    inside = set(members)
+    read = list(dict.fromkeys(arg for node in members for arg in node.all_input_nodes if arg not in inside))
+    outputs = [node for node in members if any(user not in inside for user in node.users)]
+    if not outputs:
+        return None
+    taken: dict[str, tuple[int, int]] = {}
+    for node in members:
+        if (dim := _taken_along(node, indices)) is not None:
+            size = shape(node.args[0])[dim]  # type: ignore[arg-type]
+            taken.setdefault(str(size), (read.index(node.args[0]), dim))  # type: ignore[arg-type]
+    return outline(
+        gm,
+        members,
+        kind=KIND,
+        indices=tuple(at for at, node in enumerate(read) if node in indices),
+        taken=tuple(taken.values()),
+        same=tuple((at, read.index(same[node])) for at, node in enumerate(outputs) if same.get(node) in read),
+    )
+
+
+def _taken_along(node: Node, indices: Collection[Node]) -> int | None:
+    """The dimension along which `node` takes rows by one of `indices`; None where it does something else."""
+    if node.target is not aten.index.Tensor:
+        return None
+    given = list(node.args[1])  # type: ignore[arg-type]
+    used = [dim for dim, index in enumerate(given) if index is not None]
+    return used[0] if len(used) == 1 and given[used[0]] in indices else None
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A piece that takes rows, by places among its inputs and results.
+
+    kept, taken     every row is kept where the size of each (input, dimension) of `taken` is that of input `kept`
+    same            for each result, the input that it then is, or None
+    rest, reads     what computes the others, of which inputs; None where there are no others
+    """
+
+    kept: int
+    taken: tuple[tuple[int, int], ...]
+    same: tuple[int | None, ...]
+    rest: GraphModule | None
+    reads: tuple[int, ...]
+
+
+def parted(body: GraphModule) -> Parted | None:
+    """How a piece's body is told apart; None where it is not a region that takes rows, alone but for sizes."""
+    call = next(regions(body, KIND), None)
+    others = [node for node in body.graph.nodes if node.op == "call_function" and call not in (node, *node.args)]
+    if call is None or any(isinstance(node.meta.get("val"), Tensor) for node in others):
+        return None
+    attrs = region_of(call).attrs
+    inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+    operands = call.args[2:]
+    if any(operands[at] not in inputs for at in (*attrs["indices"], *(at for at, _ in attrs["taken"]))):
+        return None
+    flat = flatten(body)
+    places = dict(zip(inputs, (node for node in flat.graph.nodes if node.op == "placeholder"), strict=True))
+    indices = [places[operands[at]] for at in attrs["indices"]]
+    (told,) = body.graph.output_node().args
+    (results,) = flat.graph.output_node().args
+    known = {  # result -> the operand it equals
+        at: places[operands[operand]]
+        for at, node in enumerate(told)  # type: ignore[arg-type]
+        for output, operand in attrs["same"]
+        if node.args == (call, output) and operands[operand] in places
+    }
+    equal: dict[Node, Node] = {}
+    for node in flat.graph.nodes:
+        if _taken_along(node, indices) is not None:
+            equal[node] = _end(equal, node.args[0])
+        elif node.target is aten.searchsorted.Tensor and node.args[0] in indices and not node.kwargs:
+            equal[node] = _end(equal, node.args[1])
+    at = {node: i for i, node in enumerate(places.values())}
+    ends = [known.get(i) or _end(equal, node) for i, node in enumerate(results)]  # type: ignore[arg-type]
+    rest, reads = _computed([node for node in ends if node not in at], equal, at)
+    return Parted(
+        at[indices[0]],
+        tuple((inputs.index(operands[i]), dim) for i, dim in attrs["taken"]),
+        tuple(at.get(node) for node in ends),
+        rest,
+        reads,
+    )
+
+
+def _end(equal: Mapping[Node, Node], node: Node) -> Node:
+    return equal.get(node, node)
+
+
+def _computed(
+    wanted: list[Node], equal: Mapping[Node, Node], at: Mapping[Node, int]
+) -> tuple[GraphModule | None, tuple[int, ...]]:
+    """A graph of what `wanted` need, gathers left out, and which inputs it reads."""
+    if not wanted:
+        return None, ()
+    needed, stack = set[Node](), list(wanted)
+    while stack:
+        node = _end(equal, stack.pop())
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    graph, env = Graph(), dict[Node, Node]()
+    reads = [node for node in at if node in needed]
+    for node in reads:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = {"val": node.meta["val"]}
+    for node in wanted[0].graph.nodes:
+        if node in needed and node not in at:
+            env[node] = graph.node_copy(node, lambda arg: env[_end(equal, arg)])
+    graph.output(tuple(env[node] for node in wanted))
+    return GraphModule({}, graph), tuple(at[node] for node in reads)

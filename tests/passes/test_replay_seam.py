@@ -1,0 +1,123 @@
+"""The seam of a trimmed program takes rows where some are left out, and gives what it reads where every row is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx import GraphModule
+
+from tests.passes.test_trim_replay import trimmed
+from tests.strategies.rows import CACHES, LOCAL, READS_BEFORE, WINDOW, WRITES, Program, programs, step
+from tests.strategies.rows import Step as Inputs
+from v41.passes import replay_seam
+from v41.passes.partition import partition
+from v41.passes.replay_seam import KIND, Parted, parted
+from v41.plan import Plan
+from v41.regions import regions
+from v41.runtime.all_kept import AllKept
+from v41.runtime.executor import eager_artifact, executor
+
+ENOUGH = 99  # more last rows than any chunk here has
+SOME = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 6)), min_size=1, max_size=3)
+FIRST = ["norm", "window", "by request", "experts", "ring", "gelu"]
+
+
+def seam_of(plan: Plan) -> tuple[str, Parted, GraphModule]:
+    ((key, apart, body),) = [(p.key, found, p.body) for p in plan.pieces if (found := parted(p.body)) is not None]
+    return key, apart, body
+
+
+class Planned:
+    """A trimmed program as a plan; `taken` counts how often its seam took rows."""
+
+    def __init__(self, program: Program, last: int) -> None:
+        _, self.gm, _ = trimmed(program, last)
+        self.plan, self.taken = partition(self.gm, cut_at=(KIND,)), 0
+        key, self.apart, body = seam_of(self.plan)
+        take = eager_artifact(body)
+
+        def count(*args: Any) -> Any:
+            self.taken += 1
+            return take(*args)
+
+        rest = None if self.apart.rest is None else eager_artifact(self.apart.rest)
+        facts = (self.apart.kept, self.apart.taken, self.apart.same, self.apart.reads)
+        artifacts = {piece.key: eager_artifact(piece.body) for piece in self.plan.pieces}
+        self.run = executor(self.plan, artifacts | {key: AllKept(*facts, count, rest)})
+
+    def both(self, given: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+        """What the program and its plan return and leave in the caches."""
+        made = []
+        for run in (lambda args: self.gm(*args), self.run):
+            args = list(Inputs(*(each.clone() for each in given)))
+            kept = args[CACHES:]
+            made.append([*run(args), *(cache[:-1] for cache in kept)])
+        return made[0], made[1]
+
+
+def check_equal(planned: Planned, given: Inputs) -> None:
+    for expected, found in zip(*planned.both(given), strict=True):
+        assert torch.equal(expected.nan_to_num(), found.nan_to_num())
+
+
+@settings(max_examples=15)
+@given(programs(LOCAL, READS_BEFORE, {n: WRITES[n] for n in WRITES if n != "cache"}), SOME, st.integers(0, 9))
+def test_where_every_row_is_kept_nothing_is_taken(program: Program, chunks: list[tuple[int, int]], seed: int) -> None:
+    planned = Planned(["gelu", *program], 9 * WINDOW)
+    given = step(chunks, seed, last=ENOUGH)
+    check_equal(planned, given)
+    assert len(given.kept_rows) == len(given.x) and planned.taken == 0
+    few = step([(0, 14), (3, 9)], seed, last=WINDOW)
+    check_equal(planned, few)
+    assert len(few.kept_rows) < len(few.x) and planned.taken == 1
+
+
+def test_one_row_left_out_is_enough_to_take() -> None:
+    planned = Planned(FIRST, 9)
+    check_equal(planned, step([(0, 10), (2, 4)], last=9))
+    assert planned.taken == 1
+
+
+def test_a_decode_step_launches_no_gather() -> None:
+    """All that is left of the seam lays kept rows out by request."""
+    apart = Planned(FIRST, 9).apart
+    assert apart.rest is not None and apart.same.count(None) == 1
+    left = [str(node.target) for node in apart.rest.graph.nodes if node.op == "call_function"]
+    assert not any("index" in each or "searchsorted" in each for each in left)
+    assert [each for each in left if "sub" not in each and "sym" not in each] == [
+        "aten.unsqueeze.default", "aten.add.Tensor", "aten.clamp_max.default",
+    ]  # fmt: skip
+
+
+def test_a_piece_without_a_seam_is_left_alone() -> None:
+    _, gm, _ = trimmed(FIRST, 9)
+    (whole,) = partition(gm).pieces  # in which the seam is not alone
+    assert parted(whole.body) is None
+    (call,) = regions(gm, KIND)
+    assert call.target is torch.ops.higher_order.invoke_subgraph
+
+
+def never(*_: object) -> None:
+    return None
+
+
+WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
+    "places are never numbers": ("_end", lambda equal, node: node),
+    "rows are taken along no dimension": ("_taken_along", never),
+}
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_a_seeded_bug_leaves_gathers(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, gm, _ = trimmed(FIRST, 9)
+    plan = partition(gm, cut_at=(KIND,))
+    assert seam_of(plan)[1].same.count(None) == 1
+    monkeypatch.setattr(replay_seam, *WRONG[bug])
+    apart = seam_of(plan)[1]
+    assert apart.same.count(None) > 1 or apart.rest is None or "index" in str(apart.rest.graph)
