@@ -5,8 +5,9 @@
     after    invoke_subgraph = region relu_0(x) -> relu_1   Change("added", ...)
              add_2 = aten.add.Tensor(relu_1, 1)         no change: it reads what it read
 
-Nodes go by their names, which no pass changes, and those in a body by the name of the body as well. What a region
-returns goes by the name it has inside: who reads it was not rewired. Inputs and the references of bodies are left out.
+Nodes go by their names, which no pass changes, and those in a body by the name of the body as well: one that layers
+share calls its own regions as another does, so theirs are "shared_1/relu_0". What a region returns goes by the name it
+has inside: who reads it was not rewired. Inputs and the references of bodies are left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from v41.plan import spec
 from v41.regions import META, body_of, invoke_subgraph, is_region
 from v41.report import Change, source_of
 
+ORIGIN = "v41_origin"  # in a node's meta: its Key in the program that the passes left
 Key = tuple[str, str]  # body, name
 Lines = dict[Key, tuple[str, str]]  # in order of the program -> what the node calls, its line of the model
 
@@ -28,8 +30,33 @@ Lines = dict[Key, tuple[str, str]]  # in order of the program -> what the node c
 def lines_of(gm: GraphModule) -> Lines:
     """Every node of `gm` and of its bodies, each body once, as a line."""
     lines: Lines = {}
-    _read(gm, "", lines, set())
+    for body, inside in bodies(gm):
+        lines |= {(body, node.name): line for node in inside.graph.nodes if (line := _line(inside, node)) is not None}
     return lines
+
+
+def bodies(gm: GraphModule) -> list[tuple[str, GraphModule]]:
+    """`gm` itself, as "", and every body that it calls at any depth, each once, behind those that it calls itself."""
+    found: list[tuple[str, GraphModule]] = []
+    _collect(gm, "", "", found, set())
+    return found
+
+
+def inner_name(call: Node, owner: str) -> str:
+    """The name of the body that `call` calls, in a program or in the shared body `owner` ("" or "shared_1/")."""
+    return owner + str(call.args[0].target)  # type: ignore[union-attr]
+
+
+def owner_in(call: Node, owner: str) -> str:
+    """The owner for calls in the body that `call` calls: a region's are named by who made the region."""
+    return owner if is_region(call) else f"{inner_name(call, owner)}/"
+
+
+def mark(gm: GraphModule) -> None:
+    """Gives every node its Key, which copies of it keep, so that what became of it can be told."""
+    for body, inside in bodies(gm):
+        for node in inside.graph.nodes:
+            node.meta[ORIGIN] = (body, node.name)
 
 
 def changes(before: Lines, after: Lines) -> list[Change]:
@@ -60,18 +87,23 @@ def operator_of(text: str) -> str:
     return text.partition("(")[0]
 
 
-def _read(gm: GraphModule, path: str, lines: Lines, seen: set[GraphModule]) -> None:
+def _collect(
+    gm: GraphModule, name: str, owner: str, found: list[tuple[str, GraphModule]], seen: set[GraphModule]
+) -> None:
     seen.add(gm)
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "get_attr") or _is_result_of_region(node):
-            continue
-        if node.op == "output":
-            if META not in gm.meta:  # else the region's line says it
-                lines[path, node.name] = (f"return {_spell(node.args[0])}", source_of(node))
-            continue
         if node.target is invoke_subgraph and body_of(node) not in seen:
-            _read(body_of(node), str(node.args[0].target), lines, seen)
-        lines[path, node.name] = (_text(node), source_of(node))
+            _collect(body_of(node), inner_name(node, owner), owner_in(node, owner), found, seen)
+    found.append((name, gm))
+
+
+def _line(gm: GraphModule, node: Node) -> tuple[str, str] | None:
+    """What `node` calls, and its line of the model; None of what is left out."""
+    if node.op in ("placeholder", "get_attr") or _is_result_of_region(node):
+        return None
+    if node.op != "output":
+        return _text(node), source_of(node)
+    return None if META in gm.meta else (f"return {_spell(node.args[0])}", source_of(node))  # else the region's line
 
 
 def _text(node: Node) -> str:

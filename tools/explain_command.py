@@ -1,16 +1,17 @@
 """`v41 explain NODE`: where a node comes from, what passes made of it, where it lies now and what runs it.
 
-    add_41  in mhc_boundary_3, region mhc_boundary seam
+    mhc_boundary_3/add_41, region mhc_boundary seam
       model   model_def/model.py:91  X, x, A, C, B = boundary(X, y, C, B, A, layer.attn_mix)
               model_def/mhc.py:66    m = m / (m.sum(-1, keepdim=True) + eps)           layers.1.attn
       is      aten.add.Tensor(sum_9, 1e-06)  f32[u0, 4, 1]
       passes  fold_sinkhorn  moved it into sinkhorn_3
               outline_mhc    moved it into mhc_boundary_3
-      piece   piece_8, of layer 1: begins at region mhc_boundary; artifact f09f7f0f, which 2 pieces share
+      piece   piece_8 and 3 more, of layers 1, 2: begin at region mhc_boundary; artifact f09f7f0f
       runs    kernel mhc_boundary_3fa2b1c7 on a GPU
 
-NODE is a node, BODY/NODE where bodies share names, a region or another body (mhc_boundary_3), a piece, an input, or a
-line of the model (mhc.py:66), which lists what came of it. Of a node that is gone it says which pass took it away.
+NODE is a node, a region or another body (mhc_boundary_3), a piece, an input, or a line of the model (mhc.py:66), which
+lists what came of it. A node is BODY/NODE, PIECE/NODE, or /NODE in the program itself (identity.py); its bare name will
+do where no other node has it, else all of that name are listed. Of a node that is gone it says which pass took it away.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from dataclasses import asdict, dataclass
 
 from rich.text import Text
 
-from v41.errors import UnknownNode
+from v41.errors import AmbiguousNode, UnknownNode
 from v41.plan import Piece
 from v41.report import Change
+from v41.tools.identity import Names
 from v41.tools.json_output import print_json
 from v41.tools.nearest import choices
 from v41.tools.nodes import NodeFacts
@@ -33,7 +35,7 @@ from v41.tools.pass_runs import console_of
 from v41.tools.run import Run
 from v41.tools.sources import run_named
 
-LISTED = 6  # nodes of one name that are told
+LISTED = 12  # nodes of one name, or calls of one body, that are told
 
 
 @dataclass(frozen=True)
@@ -57,64 +59,79 @@ def explain_command(arguments: Namespace) -> int:
 
 
 def lines(stories: Sequence[Story]) -> Iterator[str]:
-    for story in stories[:LISTED]:
+    for story in stories:
         yield story.title
         for label, told in story.facts.items():
             for number, line in enumerate(told):
                 yield f"  {label if number == 0 else '':7} {line}"
-    if len(stories) > LISTED:
-        yield f"and {len(stories) - LISTED} more: name one as BODY/NODE"
 
 
 def explain(run: Run, name: str) -> list[Story]:
-    """What goes by that name. UnknownNode says what may have been meant."""
-    body, _, short = name.rpartition("/")
-    nodes = {(node.body, node.name): node for node in reversed(run.nodes) if node.name == short}  # copies are one
-    found = [of_node(run, node) for node in reversed(nodes.values()) if not body or node.body == body]
-    found += [of_piece(run, piece) for piece in run.plan.pieces if piece.name == name]
-    inside = [node for node in run.nodes if node.body == name]
-    found += [of_body(run, name, inside)] if inside else []
+    """What goes by that name: one node, or something of another kind. AmbiguousNode lists the nodes that it may be,
+    UnknownNode says what may have been meant."""
+    names = Names(run.nodes)
+    found = [of_piece(run, piece) for piece in run.plan.pieces if piece.name == name]
+    found += [of_body(run, names, name)] if name in names.by_body else []
     found += [of_input(run, each) for each, called in run.parameters.items() if name in (each, called)]
+    nodes = names.of(name)
+    if len(nodes) > 1 or (nodes and found):
+        raise AmbiguousNode("v41 explain", name=name, count=len(nodes), candidates=candidates(nodes))
+    found += [of_node(run, names, node) for node in nodes]
     if not found:
-        found += of_gone(run, short)
+        found += of_gone(run, name)
     if not found and re.search(r":\d+$", name):
         found += of_line(run, name)
     if not found:
-        names = {node.name for node in run.nodes} | {node.body for node in run.nodes if node.body}
-        names |= {piece.name for piece in run.plan.pieces} | set(run.parameters.values())
-        raise UnknownNode("v41 explain", name=name, known=choices(name, sorted(names)))
+        known = {*names.by_name, *names.by_body, *run.parameters.values()} | {each.name for each in run.plan.pieces}
+        known = {node.identity for node in run.nodes} if "/" in name else known
+        raise UnknownNode("v41 explain", name=name, known=choices(name, sorted(known)))
     return found
 
 
-def of_node(run: Run, node: NodeFacts) -> Story:
-    where = f"  in {node.body}" if node.body else ""
+def candidates(nodes: Sequence[NodeFacts]) -> str:
+    """A line each: what it is called and no other is, and where it comes from."""
+    width = max(len(node.identity) for node in nodes)
+    more = [f"       and {len(nodes) - LISTED} more"] * (len(nodes) > LISTED)
+    return "\n".join([f"       {node.identity:{width}}  {node.source}" for node in nodes[:LISTED]] + more)
+
+
+def of_node(run: Run, names: Names, node: NodeFacts) -> Story:
     region = f", region {node.region}" if node.region else ""
     facts = {
         "model": [*(node.path or (node.source,))],
         "module": [node.module] if node.module else [],
         "is": [node.text],
-        "read by": [", ".join(readers(run, node)) or "what is outside"],
-        "passes": [f"{name}  {said(change)}" for name, change in lineage(run, node.name, node.body)]
+        "read by": [", ".join(readers(names, node)) or "what is outside"],
+        "passes": [f"{name}  {said(change)}" for name, change in lineage(run, node)]
         or ["none touched it" if run.changes is not None else "not kept in this run"],
-        **placed(run, node.piece),
+        **placed(run, names.pieces(node)),
     }
-    return Story(f"{node.name}{where}{region}", {label: told for label, told in facts.items() if told})
+    title = node.identity if node.body else node.name
+    return Story(f"{title}{region}", {label: told for label, told in facts.items() if told})
 
 
-def readers(run: Run, node: NodeFacts) -> list[str]:
+def readers(names: Names, node: NodeFacts) -> list[str]:
     """Nodes of the same body that read it."""
     mention = re.compile(rf"\b{re.escape(node.name)}\b")
-    near = (each for each in run.nodes if each.body == node.body)
+    near = names.by_body[node.body] if node.body else [each for each in names.nodes if not each.body]
     return [*dict.fromkeys(each.name for each in near if mention.search(each.text.partition("(")[2]))]
 
 
-def lineage(run: Run, name: str, body: str) -> list[tuple[str, Change]]:
-    """What each pass did to the node that lies in `body` now, in order; also before it was moved there."""
-    body = body.partition("~")[0]  # passes know a body by the name that its owner has for it
-    every = [(of_pass, change) for of_pass, changes in (run.changes or {}).items() for change in changes]
-    found = [(of_pass, change) for of_pass, change in every if change.node == name]
-    was_outside = any(change.kind == "moved" and change.body == body for _, change in found)
-    return [each for each in found if each[1].body == body or (was_outside and not each[1].body)]
+def lineage(run: Run, node: NodeFacts) -> list[tuple[str, Change]]:
+    """What each pass did to it, in order: read backwards from where the passes left it, out of each body that it was
+    moved into, until the pass that made it."""
+    body, name = node.origin
+    found: list[tuple[str, Change]] = []
+    for of_pass, changes in reversed((run.changes or {}).items()):
+        for change in changes:
+            if (change.body, change.node) == (body, name):
+                found.append((of_pass, change))
+                if change.kind == "added":
+                    return found[::-1]
+                if change.kind == "moved":
+                    body = body.rpartition("/")[0]
+                break
+    return found[::-1]
 
 
 def said(change: Change) -> str:
@@ -129,16 +146,31 @@ def said(change: Change) -> str:
             return f"has it read something else: {change.before} -> {change.after}"
 
 
-def placed(run: Run, piece: str) -> dict[str, list[str]]:
-    """The piece, and what runs it."""
-    found = next(each for each in run.plan.pieces if each.name == piece)
-    layer, shared = run.layer_of.get(piece), run.plan.keys[found.key]
-    of_layer = f", of layer {layer}" if layer is not None else ""
-    others = f", which {len(shared)} pieces share" if len(shared) > 1 else ""
+def placed(run: Run, pieces: Sequence[str]) -> dict[str, list[str]]:
+    """The pieces that hold it, those of one artifact together, and what runs them."""
+    by_name = {piece.name: piece for piece in run.plan.pieces}
+    alike: dict[str, list[Piece]] = {}
+    for name in pieces:
+        alike.setdefault(by_name[name].key, []).append(by_name[name])
+    ways = [runs(run, same[0]) for same in alike.values()]
+    several = len(set(ways)) > 1
     return {
-        "piece": [f"{piece}{of_layer}: begins at {found.border}; artifact {found.key[:8]}{others}"],
-        "runs": [runs(run, found)],
+        "piece": [_piece_line(run, same) for same in alike.values()],
+        "runs": [f"{same[0].name}: {way}" for same, way in zip(alike.values(), ways, strict=True)]
+        if several
+        else ways[:1],
     }
+
+
+def _piece_line(run: Run, same: Sequence[Piece]) -> str:
+    first, count = same[0], len(run.plan.keys[same[0].key])
+    numbers = dict.fromkeys(run.layer_of.get(piece.name) for piece in same)
+    layers = [str(layer) for layer in numbers if layer is not None]
+    more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+    of_layer = f", of layer{'s' * (len(layers) > 1)} {', '.join(layers)}" if layers else ""
+    others = f", which {count} pieces share" if count > len(same) else ""
+    begin = "begins" if len(same) == 1 else "begin"
+    return f"{first.name}{more}{of_layer}: {begin} at {first.border}; artifact {first.key[:8]}{others}"
 
 
 def runs(run: Run, piece: Piece) -> str:
@@ -164,7 +196,7 @@ def of_piece(run: Run, piece: Piece) -> Story:
         "returns": _valued(run, piece.returns),
         "frees": [", ".join(piece.frees)] if piece.frees else [],
         "capture": [piece.uncapturable or "in a CUDA graph"],
-        **placed(run, piece.name),
+        **placed(run, [piece.name]),
     }
     return Story(piece.name, {label: told for label, told in facts.items() if told})
 
@@ -174,22 +206,22 @@ def _valued(run: Run, names: Sequence[str]) -> list[str]:
     return [f"{name}  {run.plan.values[name]}{f'  {told}' if told else ''}" for name, told in called]
 
 
-def of_body(run: Run, name: str, inside: Sequence[NodeFacts]) -> Story:
+def of_body(run: Run, names: Names, name: str) -> Story:
     """A region, or a body that layers share."""
-    calls = [node for node in run.nodes if re.match(rf"(?:region|subgraph) {re.escape(name)}\(", node.text)]
-    call = next(iter(calls), None)
-    decided = [(each.name, decision) for each in run.report.passes for decision in each.decisions
-               if call is not None and decision.applied and decision.node == call.name]  # fmt: skip
-    attrs = [f"{key} = {value}" for _, decision in decided if decision.region is not None
-             for key, value in decision.region.attrs.items()]  # fmt: skip
+    calls, inside = names.calls.get(name, []), names.by_body[name]
+    made = dict.fromkeys(
+        f"{of_pass}, at {call.source}"
+        for call in calls for of_pass, change in lineage(run, call) if change.kind == "added"
+    )  # fmt: skip
+    where = [f"{call.name} in {call.body or call.piece}" for call in calls]
     facts = {
-        "made by": [f"{of_pass}, at {decision.source}" for of_pass, decision in decided],
-        "called": [f"{node.name} in {node.piece}" for node in calls],
-        "is": attrs,
+        "made by": [*made],
+        "called": [*where[:LISTED], *[f"and {len(where) - LISTED} more"] * (len(where) > LISTED)],
+        "is": [f"{key} = {value}" for call in calls[:1] for key, value in (call.attrs or {}).items()],
         "holds": [f"{count:4} nodes of {line}" for line, count in Counter(n.source for n in inside).most_common()],
-        **(placed(run, call.piece) if call is not None else {}),
+        **placed(run, names.pieces_of(name)),
     }
-    kind = f"  region {call.region}" if call is not None and call.region else ""
+    kind = f"  region {calls[0].region}" if calls and calls[0].region else ""
     return Story(f"{name}{kind}", {label: told for label, told in facts.items() if told})
 
 
@@ -206,17 +238,20 @@ def of_input(run: Run, name: str) -> Story:
 
 
 def of_gone(run: Run, name: str) -> list[Story]:
-    """A node that some pass removed: what it was, and who read it then and what they read now."""
+    """A node that some pass removed: what it was, and who read it then and what they read now. Of a bare name, all."""
     stories = []
+    place, slash, short = name.rpartition("/")
     for of_pass, changes in (run.changes or {}).items():
         for change in changes:
-            if change.node == name and change.kind == "removed":
-                mention = re.compile(rf"\b{re.escape(name)}\b")
+            if change.node == short and change.kind == "removed" and (not slash or change.body == place):
+                mention = re.compile(rf"\b{re.escape(short)}\b")
                 now = [f"{each.node} = {each.after}" for each in changes
-                       if each.kind == "rewired" and each.before and mention.search(each.before)]  # fmt: skip
+                       if each.kind == "rewired" and each.body == change.body
+                       and each.before and mention.search(each.before)]  # fmt: skip
                 facts = {"model": [change.source], "was": [str(change.before)], "gone": [f"taken away by {of_pass}"],
                          "instead": now}  # fmt: skip
-                stories.append(Story(f"{name}  is gone", {label: told for label, told in facts.items() if told}))
+                title = f"{change.body}/{short}" if change.body else short
+                stories.append(Story(f"{title}  is gone", {label: told for label, told in facts.items() if told}))
     return stories
 
 
@@ -230,7 +265,7 @@ def of_line(run: Run, name: str) -> list[Story]:
     told = [f"{count:4} nodes in {body}{f', region {region}' if region else ''}"
             for (body, region), count in where.items()]  # fmt: skip
     line = next(line for node in found for line in node.path if _is_line(line, name))
-    names = ", ".join(f"{node.body}/{node.name}" if node.body else node.name for node in found[:LISTED])
+    names = ", ".join(node.identity for node in found[:LISTED])
     return [Story(line, {"became": told, "such as": [names]})]
 
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from v41.passes.analysis.cost import Cost, Costs
-from v41.passes.changes import lines_of
+from v41.passes.changes import ORIGIN, inner_name, lines_of, owner_in
 from v41.plan import Plan
 from v41.regions import body_of, invoke_subgraph, is_region, region_of
 from v41.report import source_of
@@ -37,6 +37,13 @@ class NodeFacts:
     path: tuple[str, ...]  # lines of the model, the outermost call first
     module: str | None  # "layers.3.ffn", where tracing tells
     region: str | None  # name of the region that it is, or lies in
+    origin: tuple[str, str]  # body and name as the passes left it, before shared bodies were opened and pieces cut
+    attrs: dict[str, str] | None = None  # of a region: what its pass found it to be
+
+    @property
+    def identity(self) -> str:
+        """What no other node is called: BODY/NAME, or /NAME in the program itself."""
+        return f"{self.body}/{self.name}"
 
 
 @dataclass(frozen=True)
@@ -59,28 +66,31 @@ class WorkFacts:
 def nodes_of(plan: Plan) -> list[NodeFacts]:
     """Every node of `plan` that calls something, in order; those of bodies behind their first call."""
     named: dict[int, str] = {}
-    return [node for piece in plan.pieces for node in _nodes(piece.body, "", piece.name, None, named)]
+    return [node for piece in plan.pieces for node in _nodes(piece.body, "", "", piece.name, None, named)]
 
 
-def _nodes(gm: GraphModule, body: str, piece: str, inside: str | None, named: dict[int, str]) -> Iterator[NodeFacts]:
-    """named: bodies told so far, by identity. Two shared bodies may each call another of theirs by one name: the second
-    is told as moe_gate_0~2."""
+def _nodes(
+    gm: GraphModule, body: str, owner: str, piece: str, inside: str | None, named: dict[int, str]
+) -> Iterator[NodeFacts]:
+    """owner: as in changes.py, by which bodies are named there too. named: bodies told so far, by identity; of two
+    pieces' bodies of one name the second is told as moe_gate_0~2."""
     texts = {name: text for (path, name), (text, _) in lines_of(gm).items() if path == ""}
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.name not in texts:
             continue
         region, text, new = region_of(node).name if is_region(node) else inside, texts[node.name], False
         if node.target is invoke_subgraph:
-            called, key = str(node.args[0].target), id(body_of(node))
+            called, key = inner_name(node, owner), id(body_of(node))
             new = key not in named
             if new:
                 twins = sum(name.partition("~")[0] == called for name in named.values())
                 named[key] = f"{called}~{twins + 1}" if twins else called
-            text = text.replace(f" {called}(", f" {named[key]}(", 1)
-        path = frames(node)
-        yield NodeFacts(node.name, body, piece, text, source_of(node), path, module_of(node), region)
+            text = text.replace(f" {node.args[0].target}(", f" {named[key]}(", 1)
+        path, origin = frames(node), node.meta.get(ORIGIN, (body, node.name))
+        attrs = {name: str(value) for name, value in region_of(node).attrs.items()} if is_region(node) else None
+        yield NodeFacts(node.name, body, piece, text, source_of(node), path, module_of(node), region, origin, attrs)
         if new:
-            yield from _nodes(body_of(node), named[id(body_of(node))], piece, region, named)
+            yield from _nodes(body_of(node), named[key], owner_in(node, owner), piece, region, named)
 
 
 def frames(node: Node) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
 from v41.overlap import lanes_of, overlapped, pays_told, wanted
 from v41.passes.analysis.collectives import spoken
+from v41.passes.changes import mark
 from v41.passes.check_plan import check_plan
 from v41.passes.open_reduced import open_reduced
 from v41.passes.open_shared import open_shared
@@ -202,6 +203,8 @@ def planned(
             aten, check=options.verify, strict=options.strict, programs=programs, called=called
         )
     report.seconds["passes"], start = clock() - start, clock()
+    if programs:
+        mark(program)
     cut_at = kernel_kinds(order, options.all_reduce == FUSED)
     if REDUCED not in cut_at:
         open_reduced(program)

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import nested_compile_region
 
 from v41._compat_trace import mark_rows
+from v41.model_def.topk import topk_lowest_index
 from v41.report import collect
 from v41.tools.inspect import capture_call
 from v41.tools.run import Run, run_of
@@ -46,6 +49,42 @@ def unbalanced() -> tuple[nn.Module, tuple[Tensor]]:
     return Balanced(1, (1e-6, 2e-6, 1e-6)), (x,)
 
 
+@nested_compile_region
+def one_of(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return route(x, weight, 1)
+
+
+@nested_compile_region
+def two_of(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return route(x, weight, 2)
+
+
+def route(x: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """A router, [T, WIDTH] -> weights and experts [T, k]."""
+    scores = F.softplus(F.linear(x.float(), weight.float())).sqrt()
+    experts = topk_lowest_index(scores, k)
+    weights = scores.gather(-1, experts)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20), experts
+
+
+class Routed(nn.Module):
+    """Two bodies, each called twice, in which nodes, and the router that each is, have the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, WIDTH).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        routes = [(one_of, two_of)[at % 2](x, weight) for at, weight in enumerate(self.weight.unbind())]
+        return torch.cat([weights.cos() + experts for weights, experts in routes], -1)
+
+
+def routed() -> tuple[nn.Module, tuple[Tensor]]:
+    x = torch.rand(5, WIDTH).bfloat16()
+    mark_rows(x)
+    return Routed(), (x,)
+
+
 class Cut(nn.Module):
     """Has a graph break."""
 
@@ -63,6 +102,14 @@ def no_pair() -> Tensor:
 
 def raises() -> None:
     raise ValueError("no weights here")
+
+
+@cache
+def run_of_routed(codegen: str) -> Run:
+    """`routed`, likewise: its bodies stay shared, save where they are opened for the kernels of routers."""
+    torch._dynamo.reset()
+    with collect(programs=True):
+        return run_of(capture_call(routed, codegen=codegen), "small_models:routed")
 
 
 @cache

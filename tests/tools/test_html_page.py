@@ -147,7 +147,8 @@ def test_model_explorer_gets_a_graph_that_holds_together() -> None:
 def test_a_drawing_stands_what_is_read_above_who_reads() -> None:
     names = [f"n{i}" for i in range(MOST + 5)]
     texts = [f"aten.neg.default({names[max(i - 1, 0)]})  f32[<u0>]" for i in range(len(names))]
-    nodes = [NodeFacts(n, "b", "piece_0", text, "<m>", (), None, None) for n, text in zip(names, texts, strict=True)]
+    lines = zip(names, texts, strict=True)
+    nodes = [NodeFacts(n, "b", "piece_0", text, "<m>", (), None, None, ("b", n)) for n, text in lines]
     reads: dict[Key, list[Key]] = edges(nodes)
     found = ElementTree.fromstring(drawing(nodes, reads))
     assert len(found.findall("g")) == MOST and len(found.findall("path")) == MOST - 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from tests.tools.small_models import run_of_balanced
+from tests.tools.small_models import run_of_balanced, run_of_routed
 from v41.passes.analysis.cost import Costs
 from v41.regions import invoke_subgraph
 from v41.tools.nodes import PRODUCTS, frames, module_of, nodes_of, work_of
@@ -78,3 +78,25 @@ def test_bodies_of_one_name_are_told_apart() -> None:
     assert [node.body for node in told if "neg" in node.text] == ["loop_0", "loop_0~2", "loop_0~2"]
     calls = [node.text for node in told if node.text.startswith("subgraph")]
     assert calls == ["subgraph loop_0(x)", "subgraph loop_0~2(x)"]
+
+
+def test_a_node_has_an_identity_that_no_other_has() -> None:
+    """Two bodies that layers share call their nodes and their routers alike."""
+    run = run_of_routed("eager")
+    told = {(node.body, node.name): node.text for node in run.nodes}
+    assert len(told) > len({node.name for node in run.nodes}) and len({node.identity for node in run.nodes}) == len(
+        told
+    )
+    calls = [node for node in run.nodes if node.region == "moe_gate" and node.text.startswith("region ")]
+    called = {node.text.split("(")[0].removeprefix("region ") for node in calls}
+    assert called == {node.body for node in run.nodes if "sqrt" in node.text} and len(called) == 2
+    assert all(body.endswith("/moe_gate_0") for body in called)
+    assert sorted(node.attrs["k"] for node in calls if node.attrs is not None) == ["1", "2"]
+
+
+def test_what_a_node_was_to_the_passes_outlives_that_its_body_was_opened() -> None:
+    """As a piece's own node it is called otherwise; its origin is what the changes of passes name."""
+    shared, opened = run_of_routed("inductor").nodes, run_of_routed("triton").nodes
+    assert {node.origin for node in opened} < {node.origin for node in shared}  # less the calls of what was opened
+    moved = [node for node in opened if node.origin != (node.body, node.name)]
+    assert moved and all(node.origin[0] for node in moved)
