@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCORE = Path(__file__).with_name("score.json")
 TESTS = "tests/passes"
 ENOUGH = 40.0  # seconds of processor: what a mutant has survived that outlived that much of the tests that reach it
+COUNTED = ("total", "equivalent", "killed")
 FILE_LIMIT = 1200  # for one file of tests, watched
 
 
@@ -51,11 +52,15 @@ class Reach:
         return 30 + int(3 * sum(self.tests[name].seconds for name in tests))
 
 
-def reach(root: Path, sources: Sequence[str]) -> Reach:
-    """Runs every test of passes once, slow ones too."""
+def reach(root: Path, sources: Sequence[str], words: Sequence[str] = (), *, quick: bool = False) -> Reach:
+    """Runs every test of passes once, slow ones too unless `quick`; of files with one of `words` in their name, if any
+    are given."""
     found: dict[str, Seen] = {}
     for file in sorted((root / TESTS).glob("test_*.py")):
-        seen, modules = watch(root, [str(file.relative_to(root))], sources, FILE_LIMIT)
+        if words and not any(word in file.name for word in words):
+            continue
+        chosen = [str(file.relative_to(root)), *(["-m", "not slow"] if quick else [])]
+        seen, modules = watch(root, chosen, sources, FILE_LIMIT)
         preload(modules)
         found |= {name: each for name, each in seen.items() if each.passed}
     return Reach(found)
@@ -67,10 +72,15 @@ def sources_of(root: Path, only: Sequence[str]) -> list[str]:
     return [file for file in files if not only or any(word in file for word in only)]
 
 
-def drawn(root: Path, sources: Sequence[str], share: float) -> list[Mutant]:
-    """All rules, and of the other mutants that share which the hash of their key says."""
-    every = [mutant for file in sources for mutant in mutants_of(file, (root / file).read_text())]
-    return [mutant for mutant in every if mutant.kind == "rule" or _fraction(mutant.key) < share]
+def drawn(root: Path, sources: Sequence[str], share: float, most: int | None = None) -> list[Mutant]:
+    """All rules, and of the other mutants that share which the hash of their key says, at most so many of a file."""
+    found = []
+    for file in sources:
+        every = mutants_of(file, (root / file).read_text())
+        by_hash = sorted((mutant for mutant in every if mutant.kind != "rule"), key=lambda each: _fraction(each.key))
+        chosen = {mutant for mutant in by_hash[:most] if _fraction(mutant.key) < share}
+        found += [mutant for mutant in every if mutant.kind == "rule" or mutant in chosen]
+    return found
 
 
 def _fraction(key: str) -> float:
@@ -89,29 +99,48 @@ def run(root: Path, mutants: Sequence[Mutant], reached: Reach) -> Iterator[tuple
             yield mutant, try_mutant(root, mutant, tests, reached.limit(tests))
 
 
-def score_of(results: Sequence[tuple[Mutant, Outcome]], share: float) -> dict[str, Any]:
-    """What score.json holds. A mutant whose tests ran out of time is not counted as killed."""
+def score_of(results: Sequence[tuple[Mutant, Outcome]], how: str) -> dict[str, Any]:
+    """What score.json holds. A mutant whose tests ran out of time is not counted as killed. how: they were drawn."""
     files: dict[str, Counter[str]] = {}
     for mutant, outcome in results:
         files.setdefault(mutant.file, Counter())[outcome.told] += 1
-    rows = {file: {"total": told.total(), **dict(sorted(told.items()))} for file, told in sorted(files.items())}
+    rows = {file: {"drawn": how, "total": told.total(), **dict(sorted(told.items()))} for file, told in files.items()}
     survivors = [
         {"at": f"{mutant.file}:{mutant.line}", "key": mutant.key, "told": outcome.told}
         for mutant, outcome in results
         if outcome.told in ("survived", "timeout")
     ]
-    everything = sum(files.values(), Counter[str]())
+    kills = {mutant.key: outcome.by for mutant, outcome in results if outcome.told == "killed"}
+    return summed({"files": rows, "survivors": survivors, "kills": kills})
+
+
+def summed(parts: dict[str, Any]) -> dict[str, Any]:
+    """A score of these files, survivors and kills."""
+    rows = dict(sorted(parts["files"].items()))
+    total, equivalent, killed = (sum(row.get(name, 0) for row in rows.values()) for name in COUNTED)
     return {
         "date": date.today().isoformat(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "hypothesis")}},
-        "drawn": f"all rules; of the others {share:.0%}, by hash",
-        "killed": everything["killed"],
-        "total": everything.total() - everything["equivalent"],
-        "equivalent": everything["equivalent"],
+        "killed": killed,
+        "total": total - equivalent,
+        "equivalent": equivalent,
+        **parts,
         "files": rows,
-        "survivors": survivors,
-        "kills": {mutant.key: outcome.by for mutant, outcome in results if outcome.told == "killed"},
     }
+
+
+def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """`before` with what `now` says of the files that it is about, in place of what was said of them."""
+    again = tuple(f"{file} " for file in now["files"])
+    kept = {key: by for key, by in before.get("kills", {}).items() if not key.startswith(again)}
+    left = [each for each in before.get("survivors", []) if not each["key"].startswith(again)]
+    return summed(
+        {
+            "files": before.get("files", {}) | now["files"],
+            "survivors": left + now["survivors"],
+            "kills": kept | now["kills"],
+        }
+    )
 
 
 def table(score: dict[str, Any]) -> str:
@@ -120,7 +149,7 @@ def table(score: dict[str, Any]) -> str:
     lines = [f"{'':<40}" + "".join(f"{name:>11}" for name in names)]
     for file, row in score["files"].items():
         lines.append(f"{file:<40}" + "".join(f"{row.get(name, '-'):>11}" for name in names))
-    lines.append(f"killed {score['killed']} of {score['total']} mutants ({score['drawn']})")
+    lines.append(f"killed {score['killed']} of {score['total']} mutants")
     return "\n".join(lines)
 
 

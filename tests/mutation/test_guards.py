@@ -13,7 +13,7 @@ import pytest
 
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.guards import Mutant, mutants_of, mutated
-from tests.mutation.score import ROOT, Outcome, drawn, newly_survived, score_of, sources_of, table
+from tests.mutation.score import ROOT, Outcome, drawn, merged, newly_survived, score_of, sources_of, table
 
 SOURCE = '''
 RULES: tuple[tuple[str, Rule[int]], ...] = (
@@ -144,13 +144,25 @@ def some() -> list[Mutant]:
 def test_a_score_counts_and_names_survivors() -> None:
     killed = len(WANTED) - 3
     told = ["survived", "equivalent", "timeout", *["killed"] * killed]
-    score = score_of([(mutant, Outcome(each, "")) for mutant, each in zip(some(), told, strict=True)], 0.5)
+    score = score_of([(mutant, Outcome(each, "")) for mutant, each in zip(some(), told, strict=True)], "all")
     assert (score["killed"], score["total"], score["equivalent"]) == (killed, killed + 2, 1)
     assert [each["at"] for each in score["survivors"]] == ["passes/a.py:3", "passes/a.py:5"]
-    assert score["files"]["passes/a.py"] == {"total": len(WANTED)} | Counter(told)
+    assert score["files"]["passes/a.py"] == {"drawn": "all", "total": len(WANTED)} | Counter(told)
     assert len(score["kills"]) == killed and newly_survived(score, score) == newly_survived(score, {}) == []
     assert newly_survived(score, {"kills": {score["survivors"][0]["key"]: "a test"}}) == score["survivors"][:1]
     assert table(score).splitlines()[-1].startswith(f"killed {killed} of {killed + 2} mutants")
+
+
+def test_a_run_of_some_files_replaces_what_was_said_of_them() -> None:
+    """Of a file that comes again nothing is left: neither survivors that are killed now, nor kills of what is gone."""
+    first, second = (mutants_of(file, SOURCE) for file in ("passes/a.py", "passes/ab.py"))
+    before = score_of([(each, Outcome("survived", "")) for each in first] + [(second[0], Outcome("killed", "x"))], "1")
+    now = score_of([(first[0], Outcome("killed", "y")), (first[1], Outcome("survived", ""))], "2")
+    both = merged(before, now)
+    assert {file: row["drawn"] for file, row in both["files"].items()} == {"passes/a.py": "2", "passes/ab.py": "1"}
+    assert both["kills"] == {second[0].key: "x", first[0].key: "y"} and both["survivors"] == now["survivors"]
+    assert (both["killed"], both["total"]) == (2, 3)
+    assert merged({}, now) == now == merged(now, now)
 
 
 def test_what_is_told_to_be_equivalent_is_a_mutant() -> None:
@@ -162,4 +174,6 @@ def test_rules_are_always_drawn_and_a_share_of_the_others() -> None:
     sources = sources_of(ROOT, ["outline_gate", "fold_sinkhorn"])
     every, some, none = (drawn(ROOT, sources, share) for share in (1.0, 0.2, 0.0))
     assert {mutant.kind for mutant in none} == {"rule"} and set(none) < set(some) < set(every)
+    few = drawn(ROOT, sources, 1.0, 2)
+    assert set(none) < set(few) and len(few) == len(none) + 2 * len(sources)
     assert 0.1 < (len(some) - len(none)) / (len(every) - len(none)) < 0.3
