@@ -34,6 +34,7 @@ from v41.model_def.linear import Fp8Linear
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.moe import MoE
 from v41.model_def.quantization import dequantize_fp8_weight, quantize_fp8_weight
+from v41.report import collect
 from v41.tools.inspect import first_layers
 
 QUANTISED = V41Config.preset("tiny").replace(weight_dtype="fp8", expert_dtype="fp4")
@@ -190,6 +191,24 @@ def test_a_release_has_wo_a_in_fp8_and_it_stays_so(released: tuple[Path, dict[st
     assert again.keys() == stored.keys() and all(same_bits(again[name], stored[name]) for name in stored)
     load_checkpoint(model, tmp_path / "decoded")  # what a model holds follows the file it reads
     assert same_model(model, other)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_release_compiles_to_the_same_bits_and_its_wo_a_is_known_as_stored(tmp_path: Path) -> None:
+    config, ids = first_layers(QUANTISED, 2), list(range(20))
+    save_checkpoint(V41ForCausalLM.random(config), tmp_path)
+    save_file(with_fp8_wo_a(load_file(tmp_path / WEIGHTS), range(2)), tmp_path / WEIGHTS)
+    model = V41ForCausalLM.from_checkpoint(tmp_path)
+    compiled = torch.compile(model, backend="v41", fullgraph=True)
+    logits = []
+    with collect() as reports:
+        for forward in (model, compiled):
+            cache = Cache.zeros(config, 1, 20)
+            logits.append(forward(build_batch(config, cache, [Chunk(ids, 0, 0, every_logit=True)]), cache))
+    regions = [d.region for report in reports for run in report.passes for d in run.decisions if d.region is not None]
+    formats = [region.attrs["formats"] for region in regions if region.kind == "output_projection"]
+    assert torch.equal(*logits) and set(formats) == {("fp8/32x32", "fp8/32x32")}
 
 
 def test_a_refused_load_leaves_wo_a_as_it_was(released: tuple[Path, dict[str, Tensor]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.model_def.exact import exact
+from tests.model_def.ranks import IDS, agreement, logits_of, run_ranks
 from tests.model_def.rows import QUICK, TINY
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
@@ -22,58 +23,15 @@ from v41.model_def.errors import CheckpointError, NoSuchRank, PartOfAModel, Shar
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import Share, split_dimension
 from v41.model_def.quantization import dequantize_fp8_weight, quantize_fp8_weight
-from v41.tools.compare import JUDGED, Agreement, agree
-from v41.tools.exact import Exact
+from v41.tools.compare import JUDGED
 from v41.tools.inspect import first_layers
-from v41.tools.last_bits import NUDGED, Nudged
 
 FOUR = TINY.replace(o_groups=4)
 QUANTISED = FOUR.replace(weight_dtype="fp8", expert_dtype="fp4")
-KINDS = {"bf16": FOUR, "quantised": QUANTISED}
-IDS = [[(7 * i + 3 * k) % 500 for i in range(n + 4)] for k, n in enumerate((37, 1, 18))]
+THREE = QUANTISED.replace(
+    num_attention_heads=6, o_groups=3, hidden_size=192, moe_intermediate_size=96, vocab_size=510)  # fmt: skip
+KINDS = {"bf16": FOUR, "quantised": QUANTISED, "in threes": THREE}
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "wait_tensor")
-
-
-@torch.no_grad()
-def logits_of(model: V41ForCausalLM, forward: Any = None) -> Tensor:
-    """Three prompts in one step, all rows of the longest; then four tokens each."""
-    cache, forward = Cache.zeros(model.config, 3, 64), model if forward is None else forward
-    steps = [[Chunk(ids, 0, slot, len(ids) - 4, every_logit=slot == 0) for slot, ids in enumerate(IDS)]]
-    steps += [[Chunk(ids, len(ids) - n, slot, len(ids) - n + 1) for slot, ids in enumerate(IDS)] for n in (4, 3, 2, 1)]
-    return torch.cat([forward(build_batch(model.config, cache, chunks), cache) for chunks in steps])
-
-
-def run_rank(folder: Path, rank: int, world: int, compiled: str | None) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
-    model = V41ForCausalLM.from_checkpoint(folder, share=Share.of_group(dist.group.WORLD))
-    forward = torch.compile(model, backend=compiled, fullgraph=True) if compiled else model
-    torch.save(logits_of(model, forward), folder / f"logits of rank {rank}")
-    dist.destroy_process_group()
-
-
-def run_ranks(folder: Path, world: int, compiled: str | None = None) -> list[Tensor]:
-    """The logits of each rank, in processes of their own."""
-    processes = [
-        multiprocessing.get_context("fork").Process(target=run_rank, args=(folder, rank, world, compiled))
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0] * world
-    return [torch.load(folder / f"logits of rank {rank}") for rank in range(world)]
-
-
-def agreement(ours: Tensor, model: V41ForCausalLM) -> Agreement:
-    """By the criterion of every compiled run (compare.py): rounding the parts moves no row much further than last bits
-    do, and the argmax is another one only where these excuse it."""
-    last_bits = []
-    for mode in (Exact(), *map(Nudged, range(NUDGED))):
-        with mode:
-            last_bits.append(logits_of(model))
-    return agree(logits_of(model), ours, torch.stack(last_bits))
 
 
 def check_agrees(ours: Tensor, model: V41ForCausalLM) -> None:
@@ -88,7 +46,7 @@ def test_a_rank_left_out_of_one_sum_is_seen() -> None:
 
 
 every_share = pytest.mark.parametrize(("kind", "world"), [
-    ("bf16", 2), ("quantised", 4), pytest.param("bf16", 4, marks=pytest.mark.slow),
+    ("bf16", 2), ("quantised", 4), ("in threes", 3), pytest.param("bf16", 4, marks=pytest.mark.slow),
     pytest.param("quantised", 2, marks=pytest.mark.slow)])  # fmt: skip
 
 
@@ -134,7 +92,8 @@ def test_parts_of_sublayers_add_up(kind: str, world: int, tmp_path: Path) -> Non
             error = (parts.float().sum(0) - whole.float()).norm() / whole.float().norm()
             assert error < 2**-8, (name, i, error)
     h = torch.randn(3, model.config.hidden_size).bfloat16()
-    assert torch.equal(torch.cat([share.head(h) for share in shares], -1), model.head(h))
+    with exact():  # a library tiles 170 columns otherwise than 510
+        assert torch.equal(torch.cat([share.head(h) for share in shares], -1), model.head(h))
     ids = torch.tensor([0, 7, model.config.vocab_size - 1])
     assert torch.equal(torch.cat([share.embed(ids) for share in shares], -1), model.embed(ids))
 
