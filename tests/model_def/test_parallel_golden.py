@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.golden_data import Golden, golden  # noqa: F401 (a fixture)
+from tests.golden_data import Golden
 from tests.model_def.ranks import agreement, logits_of, run_ranks
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
@@ -30,12 +30,12 @@ from v41.tools.compare import JUDGED, MOVE_LIMIT
 ROUNDED = 5e-3  # relative error of two parts in bf16, added up in bf16
 
 
-def both_shares(golden: Golden) -> list[V41ForCausalLM]:  # noqa: F811
+def both_shares(golden: Golden) -> list[V41ForCausalLM]:
     return [V41ForCausalLM.from_checkpoint(golden.folder, share=Share(rank, 2)) for rank in range(2)]
 
 
 @torch.no_grad()
-def errors(golden: Golden, shares: list[V41ForCausalLM]) -> dict[str, float]:  # noqa: F811
+def errors(golden: Golden, shares: list[V41ForCausalLM]) -> dict[str, float]:
     """Of the sum of all ranks' attention and of their experts, relative to the reference's, layer by layer."""
     config, ids, steps = golden.config, golden("ids").tolist(), []
     for share in shares:
@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[str, Callable[[nn.Module, nn.Module], None]]] = {  # of 
 }  # fmt: skip
 
 
-def test_sublayers_of_two_ranks_are_the_references(golden: Golden) -> None:  # noqa: F811
+def test_sublayers_of_two_ranks_are_the_references(golden: Golden) -> None:
     found = errors(golden, both_shares(golden))
     assert len(found) == 12 and max(found.values()) < ROUNDED, found
     assert errors(golden, [*both_shares(golden)[:1]] * 2)["attn 0"] > 0.5  # one rank twice
@@ -88,7 +88,7 @@ def test_sublayers_of_two_ranks_are_the_references(golden: Golden) -> None:  # n
 
 @pytest.mark.parametrize("layer", [2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_one_rank_is_seen_where_it_is(golden: Golden, fault: str, layer: int) -> None:  # noqa: F811
+def test_a_fault_of_one_rank_is_seen_where_it_is(golden: Golden, fault: str, layer: int) -> None:
     name, damage = FAULTS[fault]
     other, ours = both_shares(golden)
     damage(ours.layers[layer], other.layers[layer])
@@ -96,7 +96,7 @@ def test_a_fault_of_one_rank_is_seen_where_it_is(golden: Golden, fault: str, lay
     assert [place for place, error in found.items() if error > 2 * ROUNDED] == [f"{name} {layer}"], found
 
 
-def test_two_ranks_move_no_further_than_last_bits(golden: Golden, tmp_path: Path) -> None:  # noqa: F811
+def test_two_ranks_move_no_further_than_last_bits(golden: Golden, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         shutil.copy(golden.folder / name, tmp_path / name)
     first, second = run_ranks(tmp_path, 2)
