@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.passes.test_trim_replay import trimmed
 from tests.strategies.rows import build, fakes, step
 from v41.passes.analysis import cost
 from v41.passes.analysis.cost import Cost, Costs
 from v41.passes.matching import shape
 from v41.regions import outline
 
-ROWS, REQUESTS, LONGEST, LOGITS = (str(shape_of.shape[0]) for shape_of in (fakes()[i] for i in (0, 8, 9, 10)))
+ROWS, REQUESTS, LONGEST, LOGITS, KEPT = (str(fakes()[i].shape[0]) for i in (0, 8, 9, 10, 11))
 CHUNKS = [(0, 4), (3, 5), (1, 1)]  # 10 rows, 3 requests, 3 rows of logits
 
 
@@ -74,6 +75,16 @@ def test_products_cost_what_torch_counts(program: str) -> None:
     products = [node for name in ("aten.mm", "aten.bmm") for node in nodes_of(gm, name)]
     assert products
     assert sum(numbers(Costs().node(node)).flops for node in products) == counter.get_total_flops() > 0
+
+
+def test_what_is_trimmed_costs_by_the_rows_that_are_kept() -> None:
+    """And what makes the cache's entries by all of them."""
+    _, gm, _ = trimmed(["product", "cache", "product"], 6)
+    early, late = nodes_of(gm, "aten.mm")
+    rows = {ROWS: 1000, KEPT: 7}
+    assert [Costs().node(node).at(**rows).flops for node in (early, late)] == [2 * n * 8 * 8 for n in (1000, 7)]
+    whole = Costs().program(gm)
+    assert {ROWS, KEPT} <= {str(symbol) for symbol in whole.flops.free_symbols}
 
 
 def test_a_program_costs_what_its_nodes_cost() -> None:
