@@ -33,7 +33,8 @@ __all__ = ["GeneratedKernel", "HeldKernel", "Kernel", "Schedule", "Unsupported",
 
 BLOCK = 64  # columns of a chunk: fixed, since the order of every sum follows from it
 SPELLED = 1500  # operations of a kernel without loops
-LONG = 20_480  # elements of a row's largest tensor, above which programs share the row
+LONG = 20_480  # elements of a row's largest tensor (or of a part of it, where all results fall into parts), above
+# which programs share the row
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Unsupported:
 def generate(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> Kernel | Unsupported:
     """The kernel of `body`, whose text is called `name` and a hash of what it computes. Rows that are short are held,
     long ones passed over; where that way refuses, the other is asked, and the refusal is that of the first."""
-    long = max((np.prod(shape[1:], dtype=np.int64) for shape in row_shapes(body)), default=0) > LONG
+    elements = max((int(np.prod(shape[1:])) for shape in row_shapes(body)), default=0)
+    long = elements > LONG * held_read.parts_of(body)
     ways: list[Callable[[], Kernel]] = [lambda: hold(body, name), lambda: pass_over(body, name, block)]
     refusals = []
     for way in reversed(ways) if long else ways:
@@ -70,7 +72,7 @@ def hold(body: GraphModule, name: str = "rowwise") -> HeldKernel:
     full = f"{name}_{digest(held_emit.text(kept, 'kernel'))}"
     elements = max((int(np.prod([lane.padded for lane in expr.lanes])) for expr in order), default=1)
     source = header_of_held(full, body, kept, elements) + held_emit.text(kept, full)
-    return HeldKernel(full, source, kept.inputs, kept.outputs, elements, front_facts(kept.front))
+    return HeldKernel(full, source, kept.inputs, kept.outputs, elements, front_facts(kept.front), kept.parts)
 
 
 def pass_over(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> GeneratedKernel:

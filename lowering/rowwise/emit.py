@@ -17,12 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from v41.lowering.rowwise.dots import dot_lines
-from v41.lowering.rowwise.elementwise import TEXT
 from v41.lowering.rowwise.expr import Expr, Weights, reachable
-from v41.lowering.rowwise.names import TRITON, Names, constant
+from v41.lowering.rowwise.lines import Lines, times
+from v41.lowering.rowwise.names import TRITON, constant
 from v41.lowering.rowwise.phases import Phase, Phases, Place
 from v41.lowering.rowwise.prelude import PRELUDE
 from v41.lowering.rowwise.read import Tensor
@@ -34,7 +32,7 @@ from v41.lowering.rowwise.sums import Sums, group_sums
 FOLD = {"add": 0, "maximum": 1, "minimum": 2}
 
 
-class Emitter:
+class Emitter(Lines):
     """Writes one kernel. `block` is BLOCK, the columns of a chunk: part of what the kernel computes, not of its
     schedule."""
 
@@ -44,31 +42,25 @@ class Emitter:
     helpers = ""  # functions behind those of the prelude
 
     def __init__(self, phases: Phases, block: int) -> None:
-        self.phases, self.program, self.block = phases, phases.program, block
+        super().__init__(phases.program)
+        self.phases, self.block = phases, block
         self.width = self.program.axes.width
         self.runs, self.run = runs(-(-self.width // block))
         self.chunks = self.runs * self.run
-        self.names = Names()
         self.section = sections(phases).__getitem__  # of a number
-        self.lines: list[str] = []
-        self.indent = 1
+        self.tiles: dict[tuple[Sums, int], str] = {}  # names of weights of a product's terms
         self.sums: list[list[Sums]] = [group_sums(phase.sums, i) for i, phase in enumerate(phases.each)]
         self.partial_width = sum(group.width for group in self.sums[0])
         self.total_width = sum(group.width for groups in self.sums for group in groups)
         self.masked = self.width != self.chunks * block
         self.shareable = bool(self.sums[0]) and len(phases.each) == 2 and not self.sums[1]
 
-    # ---- text
-
-    def say(self, *lines: str) -> None:
-        self.lines += ["    " * self.indent + line if line else "" for line in lines]
-
     def kernel(self, name: str) -> str:
         """The function's text, imports and helpers in front."""
         pointers = [f"{tensor.name}_ptr" for tensor in [*filter(None, self.program.inputs), *self._outputs()]]
         scratch = [f"scratch_{slot}_ptr" for slot in range(len(self.phases.scratch))]
         arguments = ", ".join([*pointers, *scratch, "partials", "totals", "counters", *self.more, "T"])
-        names = ("ROWS", "GROUP", "PARTS", "TAIL", "STAGES", "STEP", "SHARE", *self.more_constants)
+        names = ("ROWS", "GROUP", "PARTS", "TAIL", "STAGES", "STEP", "SHARE", "PDL", *self.more_constants)
         tuned = ", ".join(f"{c}: tl.constexpr" for c in names)
         self.lines = [f"@triton.jit(do_not_specialize={['T', *self.any_value]})".replace("'", '"'),
                       f"def {name}({arguments},", f"{' ' * 8}{tuned}):"]  # fmt: skip
@@ -102,7 +94,9 @@ class Emitter:
         self.say(f"WHOLE: tl.constexpr = GROUP % {self.run} == 0  # runs are not shared with other programs",
                  f"KEPT: tl.constexpr = {self.runs} if WHOLE else {self.chunks}  # totals kept of a tile",
                  f"SPAN: tl.constexpr = {self.run} if WHOLE else GROUP",
-                 f"if STEP != {LATER}:")  # fmt: skip
+                 f"if STEP != {LATER}:",
+                 "    if PDL:  # the second launch may come up while this one runs",
+                 "        tl.extra.cuda.gdc_launch_dependents()")  # fmt: skip
         self.indent += 1
         if early:
             self.say(f"if (STEP == {ALL}) & (PARTS > 1):  # asked for now, used by the last program")
@@ -118,6 +112,7 @@ class Emitter:
         )
         if self.masked:
             self.say(f"columns = cols < {self.width}")
+        self._weights_first()
         self._pass(0, phase, self.masked)
         for group, offset in self._offsets():
             self.say("if WHOLE:", f"    {group.name} = {group.add(group.name, f'{group.name}_part')}", "else:",
@@ -127,6 +122,18 @@ class Emitter:
             kept = self._keep(group, offset, f"(part * (GROUP // {self.run}) + outer)", group.name)
             self.say("if WHOLE:", f"    {kept}")
         self.indent -= 2
+
+    def _weights_first(self) -> None:
+        """Asks for all weights of a chunk at once, unless a pipeline does: behind a store, which might be to the same
+        memory, no load may move up, and each would wait for the one before."""
+        terms = [(group, s) for group in self.sums[0] if group.project is not None
+                 for s in range(len(group.project.args))]  # fmt: skip
+        if terms:
+            self.say("if STAGES == 1:")
+            self.indent += 1
+            for group, s in terms:
+                self.say(self._weights(group, s, self.masked))
+            self.indent -= 1
 
     def _offsets(self) -> list[tuple[Sums, int]]:
         """The vectors of phase 0's totals, each with where it begins among them."""
@@ -141,7 +148,8 @@ class Emitter:
     def _rest(self) -> None:
         self.say(f"if STEP != {FIRST}:")
         self.indent += 1
-        self.say("last = part == PARTS - 1")
+        self.say("if PDL:  # until all that the first launch stored is there", "    tl.extra.cuda.gdc_wait()",
+                 "last = part == PARTS - 1")  # fmt: skip
         if self.sums[0]:
             self.say(f"if STEP == {LATER}:", "    last = part >= 0", "else:",
                      "    tl.debug_barrier()  # what other threads stored is read below", "    if PARTS > 1:",
@@ -295,7 +303,7 @@ class Emitter:
                 (expr.args[0], partial(self._total, group, slot, expr, masked)) for slot, expr in group.slots.items()
             ]
             if group.project is not None:
-                steps += [(x, partial(self._term, group, s, masked)) for s, x in enumerate(group.project.args)]
+                steps += [(x, partial(self._term, group, s, index, masked)) for s, x in enumerate(group.project.args)]
         done: set[Expr] = set()
         overwritten = {where for _, where in phase.stores}
         for expr in phase.tiles:
@@ -337,59 +345,29 @@ class Emitter:
         )
         self.say(f"{group.name}_part = tl.where({group.name}_slot == {slot}, {folded}.trans(), {group.name}_part)")
 
-    def _term(self, group: Sums, s: int, masked: bool) -> None:
-        """Weights times rows on tensor cores, for part `s` of the row."""
+    def _weights(self, group: Sums, s: int, masked: bool) -> str:
+        """The line that loads the weights of part `s` of the row."""
         assert group.project is not None
         weights = group.project.data[0]
         assert isinstance(weights, Weights)
-        source, x = self.program.inputs[weights.source], group.project.args[s]
+        source = self.program.inputs[weights.source]
         assert source is not None
-        name, w = f"{group.name}_part", self.names.new(f"{source.name}_tile")
+        if (group, s) not in self.tiles:
+            self.tiles[group, s] = self.names.new(f"{source.name}_tile")
         inside = f"{group.name}_inside" + (" & columns" if masked else "")
         lines = f"{source.name}_ptr + tl.minimum({group.name}_slot, {weights.outputs - 1}) * {weights.stride}"
-        address = f"{lines} + {weights.offsets[s]} + {_times('cols', weights.column)}"
+        address = f"{lines} + {weights.offsets[s]} + {times('cols', weights.column)}"
         guard = ", mask=columns, other=0.0" if masked else ""
-        self.say(f"{w} = tl.where({inside}, tl.load({address}{guard}), 0.0)")
+        return f"{self.tiles[group, s]} = tl.where({inside}, tl.load({address}{guard}), 0.0)"
+
+    def _term(self, group: Sums, s: int, index: int, masked: bool) -> None:
+        """Weights times rows on tensor cores, for part `s` of the row."""
+        assert group.project is not None
+        weights, x = group.project.data[0], group.project.args[s]
+        assert isinstance(weights, Weights)
+        load = self._weights(group, s, masked)
+        self.say(*([load] if index else ["if STAGES > 1:", f"    {load}"]))
         row = f"tl.broadcast_to({self.names[x]}, [ROWS, {self.block}])"
         if masked:
             row = f"tl.where(columns, {row}, 0.0).to({TRITON[x.dtype]})"
-        self.say(*dot_lines(name, w, weights.dtype, row, x.dtype))
-
-    # ---- one expression
-
-    def _text(self, expr: Expr, masked: bool = False) -> str:
-        names = [self.names[arg] for arg in expr.args]
-        if expr.op == "load":
-            return self._load(expr, masked)
-        if expr.op == "cast":
-            return (
-                f"{names[0]}.to({TRITON[expr.dtype]})"
-                if expr.args[0].op != "const"
-                else f"tl.full([1, 1], {names[0]}, {TRITON[expr.dtype]})"
-            )
-        return TEXT[expr.op].format(**dict(zip("abc", names, strict=False)))
-
-    def _load(self, expr: Expr, masked: bool) -> str:
-        source, row, offset, column = expr.data
-        tensor = self.program.inputs[int(str(source))]
-        assert tensor is not None
-        terms = [f"{tensor.name}_ptr"] + ([f"row * {row}"] if row else []) + ([str(offset)] if offset else [])
-        if column:
-            terms.append(_times("cols", int(str(column))))
-        guards = ["live"] * bool(row) + ["columns"] * bool(column and masked)
-        guard = f", mask={' & '.join(guards)}, other={'0' if expr.dtype == torch.bool else '0.0'}" if guards else ""
-        text = f"tl.load({' + '.join(terms)}{guard})"
-        if not row or column:
-            return text
-        return f"settle({text}.to(tl.int32)) != 0" if expr.dtype == torch.bool else f"settle({text})"
-
-    def _address(self, place: Place) -> str:
-        if place.output is None:
-            base = f"scratch_{place.slot}_ptr"
-        else:
-            base = f"{self.program.outputs[place.output][0].name}_ptr"
-        return f"{base} + row * {place.stride}" + (f" + {place.offset}" if place.offset else "")
-
-
-def _times(name: str, factor: int) -> str:
-    return name if factor == 1 else f"{name} * {factor}"
+        self.say(*dot_lines(f"{group.name}_part", self.tiles[group, s], weights.dtype, row, x.dtype))

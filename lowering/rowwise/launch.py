@@ -172,10 +172,16 @@ class GeneratedKernel(Kernel):
         totals = empty(tiles * self.total_width * chosen.rows)
         counters = self._arrivals.on(device, tiles)
         limit = {"maxnreg": chosen.registers} if chosen.registers else {}
-        return Call(self._launches(tiles, chosen), [*read, *outputs, *scratch, partials, totals, counters, rows],
-                    {"num_warps": chosen.warps, "enable_fp_fusion": False, **limit}, outputs, counters)  # fmt: skip
+        early = comes_up_early(device)
+        launches = self._launches(tiles, chosen, early)
+        late = {"launch_pdl": True} if early and len(launches) == 2 else {}
+        options = {"num_warps": chosen.warps, "enable_fp_fusion": False, **limit}
+        given = [*read, *outputs, *scratch, partials, totals, counters, rows]
+        return Call(launches, given, options, outputs, counters, late)
 
-    def _launches(self, tiles: int, chosen: Schedule) -> list[tuple[tuple[int, int], dict[str, int]]]:
+    def _launches(
+        self, tiles: int, chosen: Schedule, early: bool = False
+    ) -> list[tuple[tuple[int, int], dict[str, int]]]:
         """Everything at once, or the first phase and then what is later; nothing for no rows."""
         parts = self.runs[0] * self.runs[1] // chosen.group
         shares = chosen.shares if self.shareable else 0
@@ -183,6 +189,7 @@ class GeneratedKernel(Kernel):
         constants = {"ROWS": chosen.rows, "GROUP": chosen.group, "PARTS": parts, "TAIL": chosen.tail,
                      "STAGES": chosen.stages, "SHARE": share}  # fmt: skip
         steps = ((FIRST, parts), (LATER, -(-self.width // share))) if shares else ((ALL, parts),)
+        constants["PDL"] = int(early and len(steps) == 2)
         return [((tiles, programs), {**constants, "STEP": step}) for step, programs in steps if tiles]
 
 
@@ -215,6 +222,12 @@ def shared_memory(device: torch.device) -> int:
         return 1 << 62
     facts: Any = torch.cuda.get_device_properties(device)  # its stub lacks the name
     return int(facts.shared_memory_per_block_optin)
+
+
+@cache
+def comes_up_early(device: torch.device) -> bool:
+    """Whether the second of two launches may be set up while the first runs (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def kernel_directory() -> Path:

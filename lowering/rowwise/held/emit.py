@@ -21,7 +21,7 @@ from v41.lowering.rowwise.expr import Expr, reachable
 from v41.lowering.rowwise.held.index import Along, Digit, Index, Lane
 from v41.lowering.rowwise.held.prelude import HELPERS
 from v41.lowering.rowwise.held.read import Kept, Store
-from v41.lowering.rowwise.held.spaces import Space, assign
+from v41.lowering.rowwise.held.spaces import Space, assign, in_tiles
 from v41.lowering.rowwise.names import TRITON, Names
 from v41.lowering.rowwise.prelude import PRELUDE
 
@@ -69,8 +69,8 @@ class Lines:
 
     def mask(self, row: bool, lanes: Iterable[Lane]) -> str:
         """What of a tile is there; nothing if all is."""
-        parts = ["live"] * row + [f"{lane.name}_there" for lane in sorted(lanes)
-                                  if type(lane) is Lane and lane.padded != lane.size]  # fmt: skip
+        partly = sorted(lane for lane in lanes if type(lane) is Lane and lane.padded != lane.size)
+        parts = ["live"] * row + [f"{lane.name}_there" for lane in partly]
         return " & ".join(parts)
 
     # ---- expressions
@@ -145,7 +145,7 @@ class Lines:
         sizes = self.space.shape(x.lanes, self.rows if x.row else "1")
         for lane in sorted(over, key=lambda lane: -self.space.axis[lane]):  # type: ignore[call-overload]
             axis = self.space.axis[lane]
-            if op == "add" and self.kept.front is None:
+            if op == "add" and (self.kept.front is None or not floating):
                 text = f"tl.sum({text}, {axis}, keep_dims=True)"
             elif op == "add":
                 front, behind = " * ".join(sizes[:axis]), " * ".join(sizes[axis + 1 :]) or "1"
@@ -156,7 +156,7 @@ class Lines:
             else:
                 text = f"tl.{'max' if op == 'maximum' else 'min'}({text}, {axis}, keep_dims=True)"
         text = f"unordered({text})" if op != "add" and floating else text
-        return text if expr.lanes else f"bare({text})"
+        return text if in_tiles(expr.lanes) else f"bare({text})"
 
     def _rank(self, expr: Expr) -> None:
         """The picks one after the other, `best` and, unless the keys tell, `place`, in the lane of the picks."""
@@ -217,13 +217,15 @@ def text(kept: Kept, name: str) -> str:
     pointers = [f"{tensor.name}_ptr" for tensor in [*filter(None, kept.inputs), *kept.outputs]]
     front = kept.front is not None
     arguments = ", ".join([*pointers, *["partials", "counters", "step"] * front, "T"])
-    tuned = ["ROWS"] + ["TILE", "COLUMNS", "GROUP", "KEPT", "PARTS", "STAGES", "STEP"] * front
+    tuned = ["ROWS"] + ["TILE", "COLUMNS", "GROUP", "KEPT", "PARTS", "STAGES", "STEP", "PDL"] * front
     lines.indent = 0
     lines.say(f'@triton.jit(do_not_specialize=["T"{", " + chr(34) + "step" + chr(34) if front else ""}])',
               f"def {name}({arguments}, {', '.join(f'{each}: tl.constexpr' for each in tuned)}):")  # fmt: skip
     lines.indent = 1
     if kept.front is None:
         lines.say("first = tl.program_id(0) * ROWS")
+        if kept.parts > 1:
+            lines.say("part = tl.program_id(1)")
         rows_lines(lines, kept, order)
     else:
         front_lines(lines, kept, names, order)
@@ -237,6 +239,7 @@ def rows_lines(lines: Lines, kept: Kept, order: list[Expr]) -> None:
               "    row = first.to(tl.int64)", "else:", f"    row = (first + tl.arange(0, ROWS)).to(tl.int64){across}",
               "live = row < T")  # fmt: skip
     lines.lanes(lane for lane in lines.space.axis if not isinstance(lane, Along))
-    place = {expr: i for i, expr in enumerate(order)}
+    lines.compute(expr for expr in order if expr.op in ("fetch", "summed") and not expr.args)  # before stores, which
+    place = {expr: i for i, expr in enumerate(order)}  # no load may pass: each would wait for the one before
     for store in sorted(kept.stores, key=lambda store: place.get(store.value, -1)):
         lines.store(store)

@@ -29,7 +29,9 @@ def front_lines(lines: Lines, kept: Kept, names: Names, order: list[Expr]) -> No
     _, run = runs(front.depth // front.block)
     lines.say("tile = tl.program_id(0)", f"if STEP != {LATER}:")
     lines.indent += 1
-    lines.say(f"across: tl.constexpr = ({front.columns} + COLUMNS - 1) // COLUMNS",
+    lines.say("if PDL:  # the second launch may come up while this one runs",
+              "    tl.extra.cuda.gdc_launch_dependents()",
+              f"across: tl.constexpr = ({front.columns} + COLUMNS - 1) // COLUMNS",
               "begin = (tl.program_id(1) % across) * COLUMNS",
               "part = tl.program_id(1) // across",
               "total = tl.zeros([COLUMNS, TILE], tl.float32)",
@@ -68,11 +70,11 @@ def front_lines(lines: Lines, kept: Kept, names: Names, order: list[Expr]) -> No
               "        last = arrived == PARTS - 1",
               f"if STEP != {FIRST}:")  # fmt: skip
     lines.indent += 1
-    lines.say("if last:")
+    lines.say("if PDL:  # until all that the first launch stored is there", "    tl.extra.cuda.gdc_wait()", "if last:")
     lines.indent += 1
     lines.say(f"if (STEP == {ALL}) & (PARTS > 1):", "    tl.store(counters + tile, 0)",
               f"inside: tl.constexpr = TILE // ROWS if STEP == {ALL} else 1",
-              "for sub in range(inside):")  # fmt: skip
+              "for sub in range(tl.minimum(inside, tl.cdiv(T - tile * inside * ROWS, ROWS))):")  # fmt: skip
     lines.indent += 1
     lines.say("first = (tile * inside + sub) * ROWS")
     rows_lines(lines, kept, order)

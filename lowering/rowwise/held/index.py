@@ -44,6 +44,19 @@ class Along(Lane):
         return ("depth", "column")[self.number]
 
 
+@dataclass(frozen=True, order=True)
+class Part(Lane):
+    """An axis of all results of which a program has one element: no axis of its tiles."""
+
+    @property
+    def padded(self) -> int:
+        return 1
+
+    @property
+    def name(self) -> str:
+        return "part"
+
+
 @dataclass(frozen=True, repr=False)
 class Taken:
     """An index that the kernel computes, below `size`."""

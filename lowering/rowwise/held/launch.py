@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from v41.lowering.rowwise.held.products import Front
-from v41.lowering.rowwise.launch import Call, Kernel
+from v41.lowering.rowwise.launch import Call, Kernel, comes_up_early
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
 
 SHORT = 128  # elements that a program should have at least, of several rows where one has fewer
@@ -20,7 +20,7 @@ GROUPS = (1, 2, 4, 16)  # runs of a product's terms, that are tried
 @dataclass(frozen=True)
 class Spread:
     """How rows are spread: `rows` a program. A product in front: `tile` rows and `columns` results a program, `group`
-    runs of its terms (all of them, if it has fewer), `split` in two launches."""
+    runs of its terms (all of them, if it has fewer), `split` in two launches, the second of `late` warps."""
 
     rows: int
     warps: int
@@ -29,6 +29,7 @@ class Spread:
     group: int = 1
     stages: int = 2
     split: bool = False
+    late: int = 4
 
 
 FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1 and 16; warps are those of wgmma, whose order of
@@ -42,10 +43,11 @@ FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1 and 16; war
 
 @dataclass
 class HeldKernel(Kernel):
-    """`elements`: of the largest tile of one row."""
+    """`elements`: of the largest tile of one row, or of one part of it."""
 
     elements: int
     front: tuple[int, int, int, int] | None  # columns, their stride in memory, runs, and chunks a run, of a product
+    parts: int = 1  # of a row, each by a program of its own
 
     def schedule_for(self, rows: int, device: torch.device) -> Spread:
         """One for all batches, unless a product in front has its rows tiled."""
@@ -74,7 +76,7 @@ class HeldKernel(Kernel):
         outputs = self.results(rows, device)
         options = {"num_warps": chosen.warps, "enable_fp_fusion": False}
         if self.front is None:
-            launches = [((-(-rows // chosen.rows), 1), {"ROWS": chosen.rows})] * bool(rows)
+            launches = [((-(-rows // chosen.rows), self.parts), {"ROWS": chosen.rows})] * bool(rows)
             return Call(launches, [*read, *outputs, rows], options, outputs)
         columns, stride, count, _ = self.front
         group = max(n for n in range(1, count + 1) if n <= chosen.group and count % n == 0)
@@ -87,7 +89,9 @@ class HeldKernel(Kernel):
                      "GROUP": group, "KEPT": kept, "PARTS": parts, "STAGES": chosen.stages}  # fmt: skip
         steps = ((FIRST, tiles, parts), (LATER, -(-rows // constants["ROWS"]), 1)) if chosen.split else (
             (ALL, tiles, parts),)  # fmt: skip
-        late = {"num_warps": self.warps(1)} if chosen.split else {}
+        early = chosen.split and comes_up_early(device)
+        constants["PDL"] = int(early)
+        late = {"num_warps": chosen.late, **({"launch_pdl": True} if early else {})} if chosen.split else {}
         launches = [((wide, deep), {**constants, "STEP": step}) for step, wide, deep in steps if rows]
         counters = self._arrivals.on(device, tiles)
         return Call(launches, [*read, *outputs, partials, counters, step, rows], options, outputs, counters, late)

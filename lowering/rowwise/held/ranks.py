@@ -1,7 +1,8 @@
 """ranks: the top k of an axis, found one after the other, the lower index first among equals.
 
 Ranked are integers: floats as bits in their order, NaN above all. Keys that nobody has twice (a number shifted up, the
-index below) tell their index themselves, and are found with half the work.
+index below) tell their index themselves, and are found with half the work; where the number is an int32 and lower
+indices come first, it is ranked alone, since a warp finds the extreme of 32 bits in one instruction.
 """
 
 from __future__ import annotations
@@ -64,6 +65,17 @@ def integers(b: Builder, keys: Expr) -> Expr:
 def ranked(b: Builder, keys: Expr, place: Index, over: set[Lane], picks: Lane, what: str) -> Expr:
     """The k best of `keys` along the lanes `over`, in lane `picks`: the "best" themselves, or the "place" of each."""
     lanes = (keys.lanes - over) | {picks}
+    if (halves := number_above(keys, place)) is not None:
+        number, shift, last = halves
+        told = (tuple(sorted(over)), place, picks, False)
+        table = b.make("rank", (number,), number.dtype, *told, lanes=lanes, wide=True)
+        found = b.make("ranked", (table,), torch.int32, "place")
+        if what == "place":
+            return found
+        best = b.cast(b.make("ranked", (table,), number.dtype, "best"), torch.int64)
+        below = b.cast(b.apply("sub", b.const(last, torch.int32), found, dtype=torch.int32), torch.int64)
+        return b.apply("add", b.apply("lshift", best, b.const(shift, torch.int64), dtype=torch.int64), below,
+                       dtype=torch.int64)  # fmt: skip
     data = (tuple(sorted(over)), place, picks, tells_place(keys, place))
     table = b.make("rank", (keys,), keys.dtype, *data, lanes=lanes, wide=True)
     return b.make("ranked", (table,), keys.dtype if what == "best" else torch.int32, what)
@@ -71,19 +83,36 @@ def ranked(b: Builder, keys: Expr, place: Index, over: set[Lane], picks: Lane, w
 
 def tells_place(keys: Expr, place: Index) -> bool:
     """Whether keys are unique because an index fills the bits below a shift."""
-    match keys:
-        case Expr(op="add", args=(Expr(op="lshift", args=(_, Expr(op="const", data=(int() as shift,)))), low)):
-            pass
-        case Expr(op="add", args=(low, Expr(op="lshift", args=(_, Expr(op="const", data=(int() as shift,)))))):
-            pass
-        case _:
-            return False
-    if low.op != "index":
+    parts = shifted(keys)
+    if parts is None:
         return False
-    index = low.data[0]
-    assert isinstance(index, Index)
+    _, shift, index = parts
     signs = {index.terms == tuple((sign * factor, atom) for factor, atom in place.terms) for sign in (1, -1)}
     return True in signs and index.lowest >= 0 and index.highest < 1 << shift
+
+
+def number_above(keys: Expr, place: Index) -> tuple[Expr, int, int] | None:
+    """Of keys that are (number << shift) + last - place, number an int32: number, shift, last."""
+    parts = shifted(keys)
+    if parts is None or not tells_place(keys, place):
+        return None
+    number, shift, index = parts
+    falls = index.terms == tuple((-factor, atom) for factor, atom in place.terms)
+    narrow = number.op == "cast" and number.args[0].dtype == torch.int32
+    return (number.args[0], shift, index.const + place.const) if falls and narrow else None
+
+
+def shifted(keys: Expr) -> tuple[Expr, int, Index] | None:
+    """Number, shift and index of keys that are (number << shift) + index."""
+    match keys:
+        case Expr(op="add", args=(Expr(op="lshift", args=(number, Expr(op="const", data=(int() as shift,)))), low)):
+            pass
+        case Expr(op="add", args=(low, Expr(op="lshift", args=(number, Expr(op="const", data=(int() as shift,)))))):
+            pass
+        case _:
+            return None
+    index = low.data[0] if low.op == "index" else None
+    return (number, shift, index) if isinstance(index, Index) else None
 
 
 def pick(held: Held, found: Expr, picks: Lane, where: Index) -> Expr:

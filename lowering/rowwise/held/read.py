@@ -20,8 +20,8 @@ from torch.fx import GraphModule, Node
 from v41.lowering.rowwise.axes import Refused
 from v41.lowering.rowwise.elementwise import ELEMENTWISE, FLOATS, FP8, INTS, scalar
 from v41.lowering.rowwise.expr import Builder, Expr
-from v41.lowering.rowwise.held import folds, products, ranks, views
-from v41.lowering.rowwise.held.index import Index, Lane, NeedsSplit
+from v41.lowering.rowwise.held import folds, lookups, products, ranks, views
+from v41.lowering.rowwise.held.index import Index, Lane, NeedsSplit, Part
 from v41.lowering.rowwise.held.products import Front
 from v41.lowering.rowwise.held.values import Held, Indices, Lazy, TooLarge, aligned
 from v41.lowering.rowwise.held.views import NeedsCut, shape_of
@@ -30,7 +30,7 @@ from v41.regions import body_of, invoke_subgraph
 
 APART = 8  # elements of an outer axis that are stored one by one where all are too many at once
 TURNS = 200  # cuts of lanes and stores, after which something is wrong
-HANDLERS = views.VIEWS | folds.FOLDS | products.PRODUCTS | ranks.RANKS
+HANDLERS = views.VIEWS | folds.FOLDS | lookups.LOOKUPS | products.PRODUCTS | ranks.RANKS
 TYPES = (*FLOATS, *INTS, *FP8, torch.bool)
 
 
@@ -53,11 +53,30 @@ class Kept:
     outputs: list[Tensor]
     stores: list[Store]
     front: Front | None
+    parts: int
+
+
+class NeedsParts(Exception):
+    """A row is too large for a program, and its results fall into parts."""
 
 
 def read(body: GraphModule) -> Kept:
     """What `body` stores, or NotRowwise."""
-    held = Held(Builder())
+    try:
+        return _read(body, 1)
+    except NeedsParts:
+        return _read(body, parts_of(body))
+
+
+def parts_of(body: GraphModule) -> int:
+    """Into how many parts the results of a row fall: the size of axis 1, if it is not the last and all have it."""
+    shapes = [node.meta["val"].shape for node in outputs_of(body) if isinstance(node, Node)]
+    sizes = {shape[1] if len(shape) > 2 and isinstance(shape[1], int) else 1 for shape in shapes}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def _read(body: GraphModule, parts: int) -> Kept:
+    held = Held(Builder(), parts=parts)
     arguments = [_input(held, i, n) for i, n in enumerate(n for n in body.graph.nodes if n.op == "placeholder")]
     end = body.graph.output_node()
     if held.rows is None:
@@ -69,10 +88,10 @@ def read(body: GraphModule) -> Kept:
             raise NotRowwise(end, f"has no row axis in output {number}")
         outputs.append(described(f"out_{number}", node))
         try:
-            stores += _stores(held, number, value)
+            stores += _stores(held, number, value, parts_of(body))
         except Refused as refusal:
             raise NotRowwise(node, refusal.reason) from None
-    return Kept(held.builder, held.inputs, outputs, stores, held.front)
+    return Kept(held.builder, held.inputs, outputs, stores, held.front, held.parts)
 
 
 def _input(held: Held, index: int, node: Node) -> Any:
@@ -155,14 +174,17 @@ def _elementwise(held: Held, node: Node, args: tuple[Any, ...], kwargs: dict[str
 # ---- stores
 
 
-def _stores(held: Held, output: int, value: Lazy, base: int = 0, strides: tuple[int, ...] = ()) -> list[Store]:
-    """The stores of an output, whose parts lie `base` elements into the row, `strides` apart."""
+def _stores(
+    held: Held, output: int, value: Lazy, parts: int, base: int = 0, strides: tuple[int, ...] = ()
+) -> list[Store]:
+    """The stores of an output, which lies `base` elements into the row, its elements `strides` apart. NeedsParts where
+    the row is too large, not in `parts` yet, and could be."""
     if not strides:
         sizes = [size or 1 for size in value.shape[1:]]
         strides = (0, *(int(torch.Size(sizes[i + 1 :]).numel()) for i in range(len(sizes))))
     if value.parts:
         return [store for dim, start, part in value.parts for store in
-                _stores(held, output, part, base + start * strides[dim], strides)]  # fmt: skip
+                _stores(held, output, part, parts, base + start * strides[dim], strides)]  # fmt: skip
     boxes = [tuple((0, size or 1) for size in value.shape)]
     found: list[Store] = []
     while boxes:
@@ -174,6 +196,8 @@ def _stores(held: Held, output: int, value: Lazy, base: int = 0, strides: tuple[
             middle = first + cut.place
             boxes[:0] = [(*box[: cut.axis], half, *box[cut.axis + 1 :]) for half in ((first, middle), (middle, last))]
         except TooLarge:
+            if held.parts < parts and held.front is None:
+                raise NeedsParts from None
             axis = next((i for i, (first, last) in enumerate(box[:-1]) if 1 < last - first <= APART), None)
             if axis is None:
                 raise
@@ -186,6 +210,9 @@ def _store(held: Held, output: int, value: Lazy, box: Any, base: int, strides: t
     for _ in range(TURNS):
         used: set[Lane] = set()
         held.store = tuple(held.axis(last - first, used) for first, last in box)
+        if held.parts > 1:
+            held.store = (held.store[0], Index(((1, Part(held.parts, 0)),)), *held.store[2:])
+            used = {lane for each in held.store for lane in each.lanes()}
         index = tuple(each + first for each, (first, _last) in zip(held.store, box, strict=True))
         try:
             expr = value.at(index)

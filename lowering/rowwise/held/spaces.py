@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from v41.lowering.rowwise.expr import Expr
-from v41.lowering.rowwise.held.index import Digit, Index, Lane, Taken
+from v41.lowering.rowwise.held.index import Digit, Index, Lane, Part, Taken
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,22 @@ class Space:
         if self.row is not None:
             sizes[self.row] = rows
         for lane in lanes:
-            sizes[self.axis[lane]] = str(lane.padded)
+            if not isinstance(lane, Part):
+                sizes[self.axis[lane]] = str(lane.padded)
         return sizes
 
 
 def assign(order: Sequence[Expr], extra: Iterable[tuple[Index, frozenset[Lane]]]) -> Space:
     """The Space of the tiles in `order`; `extra` are the offsets and lanes of stores."""
     stride: dict[Lane, int] = {}
-    meetings: list[frozenset[Lane]] = []
+    meetings: list[list[Lane]] = []
     for expr in order:
-        meetings.append(expr.lanes | expr.args[0].lanes if expr.op in ("fold", "rank") else expr.lanes)
+        meetings.append(in_tiles(expr.lanes | expr.args[0].lanes if expr.op in ("fold", "rank") else expr.lanes))
         for each in expr.data:
             if isinstance(each, Index):
                 strides_of(each, stride)
-    for offset, lanes in extra:
-        meetings.append(lanes)
+    for offset, whole in extra:
+        meetings.append(in_tiles(whole))
         strides_of(offset, stride)
     axis: dict[Lane, int] = {}
     after: dict[Lane, set[Lane]] = {lane: set() for lanes in meetings for lane in lanes}
@@ -60,6 +61,11 @@ def assign(order: Sequence[Expr], extra: Iterable[tuple[Index, frozenset[Lane]]]
     for lane in ranked:
         axis[lane] = 1 + max((axis[other] for other in after[lane]), default=0)
     return Space(axis, 1 + max(axis.values(), default=0))
+
+
+def in_tiles(lanes: Iterable[Lane]) -> list[Lane]:
+    """Those of `lanes` that are axes of tiles."""
+    return [lane for lane in lanes if not isinstance(lane, Part)]
 
 
 def strides_of(index: Index, stride: dict[Lane, int]) -> None:

@@ -63,6 +63,7 @@ class Held:
     names: dict[Lazy, str] = field(default_factory=dict)
     store: Indices = ()  # the index of the store that is asked for
     front: Any = None  # the product whose sums come before everything else (products.py)
+    parts: int = 1  # of axis 1 of all results, each by a program of its own
 
     def name_of(self, value: Lazy) -> str:
         return self.names.get(value, self.builder.name)
@@ -126,12 +127,17 @@ def inside(where: Index, size: int) -> Index:
 
 
 def check_size(lanes: Iterable[Lane]) -> frozenset[Any]:
-    count = 1
-    for lane in (found := frozenset(lanes)):
-        count *= lane.padded
-    if count > LARGEST:
+    if count := too_many(found := frozenset(lanes)):
         raise TooLarge(f"holds {count} values of a row at once")
     return found
+
+
+def too_many(lanes: Iterable[Lane]) -> int:
+    """The elements of a tile with `lanes`, if they are more than a program holds."""
+    count = 1
+    for lane in lanes:
+        count *= lane.padded
+    return count if count > LARGEST else 0
 
 
 def aligned(index: Indices, shape: Shape) -> Indices:
@@ -148,4 +154,3 @@ def flat(index: Indices, shape: Shape) -> Index:
             found.append(each * step)
             step *= size
     return total(found)
-

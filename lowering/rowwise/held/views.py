@@ -16,7 +16,7 @@ from torch import ops
 
 from v41._compat import known_equal
 from v41.lowering.rowwise.axes import Refused
-from v41.lowering.rowwise.held.index import Index, Taken, at, divide
+from v41.lowering.rowwise.held.index import Index, at, divide
 from v41.lowering.rowwise.held.values import Held, Indices, Lazy, Shape, flat
 
 aten = ops.aten
@@ -206,36 +206,6 @@ def bits(held: Held, meta: Any, x: Lazy, dtype: torch.dtype) -> Lazy:
     return Lazy(held, x.shape, dtype, compute, parts)
 
 
-# ---- indices that the kernel computes
-
-
-def gather(held: Held, meta: Any, x: Lazy, dim: int, picked: Lazy, **_: Any) -> Lazy:
-    dim %= len(x.shape)
-    size = x.size(dim)
-
-    def compute(index: Indices) -> Any:
-        return x.at((*index[:dim], taken(picked.at(index), size), *index[dim + 1 :]))
-
-    return Lazy(held, shape_of(held, meta), x.dtype, compute)
-
-
-def embedding(held: Held, meta: Any, table: Lazy, rows: Lazy, *_: Any, **__: Any) -> Lazy:
-    size = table.size(0)
-    return Lazy(held, shape_of(held, meta), table.dtype,
-                lambda index: table.at((taken(rows.at(index[:-1]), size), index[-1])))  # fmt: skip
-
-
-def index_select(held: Held, meta: Any, x: Lazy, dim: int, picked: Lazy) -> Lazy:
-    dim %= len(x.shape)
-    size = x.size(dim)
-    return Lazy(held, shape_of(held, meta), x.dtype, lambda index: x.at(
-        (*index[:dim], taken(picked.at((index[dim],)), size), *index[dim + 1 :])))  # fmt: skip
-
-
-def taken(expr: Any, size: int) -> Index:
-    return Index(((1, Taken(expr, size)),))
-
-
 VIEWS: dict[Any, Any] = {
     **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
                      aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default), reshape),
@@ -247,6 +217,5 @@ VIEWS: dict[Any, Any] = {
     aten.full.default: full, aten.scalar_tensor.default: full, aten.full_like.default: full,
     aten.zeros_like.default: lambda held, meta, *_, **__: full(held, meta, 0),
     aten.ones_like.default: lambda held, meta, *_, **__: full(held, meta, 1),
-    ops.prims.iota.default: iota, aten.arange.start_step: arange, aten.view.dtype: bits, aten.gather.default: gather,
-    aten.embedding.default: embedding, aten.index_select.default: index_select,
+    ops.prims.iota.default: iota, aten.arange.start_step: arange, aten.view.dtype: bits,
 }  # fmt: skip

@@ -18,6 +18,7 @@ from tests.lowering.rowwise.running import check_contract, check_everywhere, int
 from tests.strategies.tracing import trace
 from tests.triton_interpreter import Interpreter
 from v41.lowering.rowwise import HeldKernel, Kernel, Unsupported, generate, hold
+from v41.lowering.rowwise.held import values
 from v41.lowering.rowwise.read import NotRowwise
 from v41.model_def.topk import topk_lowest_index
 from v41.passes.same_values import random_inputs, same_bits
@@ -162,6 +163,42 @@ def test_ranks_of_ranks(interpreter: Interpreter) -> None:
         return best.gather(-1, topk_lowest_index(-best, 6))
 
     body, kernel = held(twice, [torch.randn(7, 24)])
+    check_everywhere(interpreter, body, kernel)
+
+
+def test_what_is_picked_out_of_a_product_is_not_read_again(interpreter: Interpreter) -> None:
+    """Bits that a sum might lose: signed zeros, NaN; and a float that only the product's rounding makes."""
+
+    def best(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (x.float() @ w).clamp(max=0.0).bfloat16()
+        return scores.gather(-1, topk_lowest_index(scores.float(), 6)), scores.neg().gather(-1, scores.topk(3)[1])
+
+    body, kernel = held(best, [torch.randn(7, 320).bfloat16()], [torch.randn(320, 80) / 18])
+    assert kernel.front is not None and kernel.source.count("add_up(partials") == 1
+    check_everywhere(interpreter, body, kernel)
+    inputs = random_inputs(body, 4)
+    x = next(i for i, arg in enumerate(inputs) if isinstance(arg, Tensor) and arg.dim() == 2 and arg.shape[1] == 320)
+    inputs[x][1], inputs[x][2] = 0.0, float("nan")
+    for ours, eager in zip(interpret(interpreter, kernel, inputs), body(*inputs), strict=True):
+        assert torch.equal(ours[1].view(torch.int16), eager[1].view(torch.int16)) and ours[2].isnan().all()
+
+
+def test_rows_too_large_for_a_program_fall_into_the_parts_of_their_results(
+    interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "LARGEST", 600)
+    body = SMALL["stream_gate"].body()  # rows of [4, 256]
+    kernel = hold(body)
+    assert kernel.parts == 4 and kernel.elements == 256
+    assert [grid for grid, _ in kernel.prepare(random_inputs(body, 6)).launches] == [(6, 4)]
+    check_everywhere(interpreter, body, kernel)
+
+    def normed(x: Tensor) -> tuple[Tensor, Tensor]:  # what all parts need of the whole row, each computes
+        y = x * torch.rsqrt(x.square().mean((1, 2), keepdim=True) + 1e-6)
+        return y, y.softmax(-1)
+
+    body, kernel = held(normed, [torch.randn(7, 3, 200)])
+    assert kernel.parts == 3
     check_everywhere(interpreter, body, kernel)
 
 
