@@ -7,7 +7,8 @@
     case    a case never matches, or without its guard   all     any for all, min for max, and back
     flag    a function that returns True returns False
 
-Left alone: what only states facts (asserts, annotations, texts, decorators, defaults), and loops, which would not end.
+Left alone: what only states facts (asserts, annotations, texts, decorators, defaults, imports for type checkers), and
+loops, which would not end.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _edits(tree: ast.Module) -> Iterator[Edit]:
 
 def _of_statements(body: list[ast.stmt], function: str) -> Iterator[Edit]:
     for statement in body:
-        if isinstance(statement, ast.Assert | ast.Import | ast.ImportFrom):
+        if isinstance(statement, ast.Assert | ast.Import | ast.ImportFrom) or _is_for_type_checkers(statement):
             continue
         inside = f"{function}.{statement.name}".lstrip(".") if hasattr(statement, "name") else function
         yield from _of_rules(statement, inside)
@@ -140,6 +141,10 @@ def _is_rule(node: ast.AST) -> bool:
         case ast.Tuple(elts=[ast.Constant(value=str()), ast.Name() | ast.Lambda() | ast.Attribute()]):
             return True
     return False
+
+
+def _is_for_type_checkers(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _is_wildcard(pattern: ast.pattern) -> bool:

@@ -33,6 +33,9 @@ def judge(x, kinds, limit=3):
             return any(each is first for each in kinds)
         case _:
             return len(kept) >= -1 if x else min(x, 7)
+
+if TYPE_CHECKING:
+    from typing import Any
 '''
 WANTED = [
     "rule 'is even' finds nobody",

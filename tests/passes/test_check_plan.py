@@ -109,6 +109,7 @@ BUGS: dict[str, tuple[Callable[[], Plan], str, str, str]] = {  # -> the plan, wo
     "a collective waited for elsewhere": (lambda: collectives(False, True), "a collective and its wait", "a", "b"),
     "a collective nobody waits for": (lambda: collectives(False, False), "a collective and its wait", "a", "b"),
     "an event that goes back": (lambda: sound(events=("a b", "b d", "d b")), "before it is waited for", "d", "b"),
+    "an event to itself": (lambda: sound(events=("a b", "b d", "b b")), "before it is waited for", "b", "b"),
     "an event to nowhere": (lambda: sound(events=("a b", "b d", "b e")), "before it is waited for", "b", END),
     "a stream nobody forks": (lambda: sound(events=("b d",)), "back to it", START, "b"),
     "a stream nobody joins": (lambda: sound(events=("a b",)), "back to it", "b", END),
