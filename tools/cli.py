@@ -23,6 +23,7 @@ from v41.tools.parser import Parser
 PRESETS = "tiny, bench (90 GB) or flash (503 GB), with random weights"
 MODELS = "a preset (tiny, bench, flash), a checkpoint folder, or MODULE:FUNCTION that returns (model, inputs)"
 RUN_OR_MODEL = f"a folder that v41 capture wrote, {MODELS} (tiny)"
+TABLES = ("mapped", "resident", "pinned")
 COMMANDS = {  # what runs each: a module of v41.tools and its function
     "capture": ("capture_command", "capture_command"),
     "generate": ("generate_command", "generate_command"),
@@ -226,7 +227,8 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_overlap(overlap := cases.add_parser("overlap", help="decode steps with side streams against one stream"))
     add_prefill(prefill := cases.add_parser("prefill", help="prompts with late layers on all rows, and on those read"))
     made = (boundary, rowwise, attention, index, allreduce, experts, agreement, capacity, program, overlap, prefill)
-    for case in made:
+    add_tables(tables := cases.add_parser("tables", help="Engram look-ups in tables of the host: mapped, pinned"))
+    for case in (*made, tables):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
 
@@ -335,6 +337,14 @@ def add_overlap(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: bits alone, in order (cuda)")
 
 
+def add_tables(command: argparse.ArgumentParser) -> None:
+    rows = [1, 16, 256]
+    command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"tokens ({spaced(rows)})")
+    command.add_argument("--table-rows", type=positive, default=4_000_000, metavar="N", help="(4,000,000: 1 GB)")
+    command.add_argument("--folder", type=Path, metavar="DIR", help="for the table's file (a temporary one)")
+    command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="that looks up (cuda)")
+
+
 def add_generate(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Reads several prompts as one ragged batch and continues them with the compiled model. "
@@ -345,6 +355,8 @@ def add_generate(command: argparse.ArgumentParser) -> None:
                          help="draw tokens from softmax(logits / T); 0 takes the likeliest (0)")  # fmt: skip
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
     command.add_argument("--all-reduce", choices=ALL_REDUCES, default="auto", help="who adds up over ranks (auto)")
+    where = "where Engram's are: left mapped from a file, in the host's memory, or there and read by the GPU (mapped)"
+    command.add_argument("--tables", choices=TABLES, default="mapped", help=where)
     command.add_argument("--compare-eager", action="store_true", help="feed eager's tokens to both and compare")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
 

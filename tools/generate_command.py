@@ -31,6 +31,7 @@ from v41.report import CompileReport, collect
 from v41.runtime.past_guards import past_guards
 from v41.tools.bytes import packaged_prompts
 from v41.tools.compare import Agreement, agree
+from v41.tools.engram_tables import place_tables
 from v41.tools.generate_view import show_all, values
 from v41.tools.json_output import print_json
 from v41.tools.last_bits import reference
@@ -87,6 +88,7 @@ def carry_out(arguments: Namespace, progress: Progress, device: str, share: Shar
     source = arguments.checkpoint if arguments.checkpoint is not None else f"preset {preset(arguments)}"
     source += f", shared by {share.world} ranks" if share.world > 1 else ""
     model = build_model(arguments, 0, device, loading(progress), share)
+    place_tables(model, arguments.tables, device)
     config = model.config
     vocabulary = vocabulary_of(config, arguments.checkpoint)
     prompts = [vocabulary.encode(text) for text in arguments.prompt or packaged_prompts()]

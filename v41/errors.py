@@ -83,6 +83,13 @@ class BodyNotKept(V41Error):
     fix = 'take the plan of a compilation with options={{"cache": False}}'
 
 
+class TableNotHeld(V41Error):
+    """facts: bytes, problem."""
+
+    found = "a table of {bytes} bytes cannot be held so: {problem}"
+    fix = "leave it mapped from its file, which takes little memory, or give the process more"
+
+
 class StepNotCaptured(V41Error):
     """facts: rows."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
+from itertools import takewhile
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ from tests.golden_data import Golden, golden  # noqa: F401 (a fixture)
 from tests.model_def.exact import exact
 from tests.model_def.released import filled
 from v41.model_def import engram as engram_file
+from v41.model_def.batch import build_batch
+from v41.model_def.buckets import Buckets
+from v41.model_def.cache import Cache
+from v41.model_def.chunk import Chunk, replay_start
 from v41.model_def.config import V41Config
 from v41.model_def.engram import Engram
 from v41.model_def.engram_constants import multipliers, table_primes
@@ -74,22 +79,55 @@ def test_golden_streams_see(golden: Golden, what: str, instead: object,  # noqa:
 
 @given(st.lists(st.integers(0, TINY.vocab_size - 1), min_size=1, max_size=8), st.sampled_from(TINY.engram_layer_ids))
 def test_rows_are_the_hashes_of_the_ngrams(ids: list[int], layer: int) -> None:
-    engram = Engram(TINY, layer)
-    rows = engram.rows(lookback(ids, 4))
+    rows = Engram(TINY, layer).rows(lookback(ids, 4))
+    for t in range(len(ids)):
+        assert rows[t].tolist() == hashed([ids[t - s] if t >= s else None for s in range(4)], layer)
+
+
+def hashed(tokens: list[int | None], layer: int) -> list[int]:
+    """The rows that a token, with those before it, looks up, in plain integers; None where there is none."""
     place, compressed = TINY.engram_layer_ids.index(layer), TINY.engram_compressed_vocab_size
     primes = table_primes(2, 6, TINY.engram_vocab_size)[place]
-    mu, pad = multipliers(layer, 4, compressed), TINY.engram_pad_token_id % compressed
-    for t in range(len(ids)):
-        c = [ids[t - s] % compressed if t >= s else pad for s in range(4)]
-        expected = []
-        for order in (2, 3, 4):
-            h = 0
-            for s in range(order):
-                h ^= c[s] * mu[s]
-            for head in range(2):
-                table = (order - 2) * 2 + head
-                expected.append(h % primes[table] + sum(primes[:table]))
-        assert rows[t].tolist() == expected
+    mu, pad = multipliers(layer, 4, compressed), TINY.engram_pad_token_id
+    c = [(pad if token is None else token) % compressed for token in tokens]
+    expected = []
+    for order in (2, 3, 4):
+        h = 0
+        for s in range(order):
+            h ^= c[s] * mu[s]
+        for head in range(2):
+            table = (order - 2) * 2 + head
+            expected.append(h % primes[table] + sum(primes[:table]))
+    return expected
+
+
+IMAGE = 9
+WITH_IMAGES = TINY.replace(image_token_id=IMAGE)
+
+
+@st.composite
+def chunks_of_requests(draw: st.DrawFn) -> list[Chunk]:
+    """Requests in the middle of being read: texts with images, chunks that begin anywhere, some behind a prefix hit."""
+    ratio, made = max(TINY.compress_ratios), []
+    for slot in range(draw(st.integers(1, 3))):
+        ids = draw(st.lists(st.sampled_from([IMAGE, *range(20)]), min_size=1, max_size=TINY.sliding_window + 12))
+        hit = ratio * draw(st.integers(0, (len(ids) - 1) // ratio))
+        start = draw(st.integers(replay_start(TINY, hit), len(ids) - 1))
+        made.append(Chunk(ids, start, slot, draw(st.integers(start + 1, len(ids))), hit))
+    return made
+
+
+@given(chunks_of_requests(), st.booleans(), st.sampled_from(TINY.engram_layer_ids))
+def test_rows_hang_on_real_tokens_across_chunks_and_hits(chunks: list[Chunk], padded: bool, layer: int) -> None:
+    """What stood before a chunk counts, whoever read it; nothing behind an image, a first token or in a pad does."""
+    cache = Cache.zeros(WITH_IMAGES, 3, TINY.sliding_window + 12)
+    batch = build_batch(WITH_IMAGES, cache, chunks, buckets=Buckets() if padded else None)
+    rows = Engram(WITH_IMAGES, layer).rows(batch.lookback).tolist()
+    for chunk, first in zip(chunks, batch.host.bounds, strict=False):
+        for row, p in enumerate(range(chunk.start, chunk.end), first):
+            there = list(takewhile(lambda token: token != IMAGE, reversed(chunk.ids[max(p - 3, 0) : p + 1])))
+            assert rows[row] == hashed([*there, *[None] * (4 - len(there))], layer)
+    assert all(pad == hashed([None] * 4, layer) for pad in rows[batch.host.bounds[-1] :])
 
 
 def test_released_hashes_stay_positive() -> None:
