@@ -145,6 +145,11 @@ def test_a_wrong_plan_is_refused_with_both_pieces(bug: str) -> None:
     assert (caught.value.facts["first"], caught.value.facts["second"]) == (first, second)
 
 
+def test_what_may_lie_in_two_memories_makes_them_one() -> None:
+    made = plan("x y u", "v", "a: x y u -> v w,", "b: v -> t,", views=["v x y", "t v"])
+    assert PlanFacts(made).memory == {"x": "x", "y": "x", "u": "u", "v": "x", "w": "w", "t": "x"}
+
+
 def test_every_rule_has_a_bug() -> None:
     assert [rule for rule, _ in RULES if not any(words in rule for _, words, _, _ in BUGS.values())] == []
 
