@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from torch.fx import Node
 
 from v41.errors import PlanBroken
-from v41.passes.analysis.effects import begins_collective, ends_collective, written_inputs
+from v41.passes.analysis.effects import begins_collective, effect_of, ends_collective, written_inputs
 from v41.passes.analysis.happens_before import RACES, START_AT, Breach
 from v41.passes.analysis.plan_facts import PlanFacts, views_in
 from v41.plan import Plan
@@ -111,6 +111,13 @@ def _waited_for(node: Node) -> bool:
     return any(map(ends_collective, users)) or (bool(several) and all(map(_waited_for, several)))
 
 
+def strayed_collective(facts: PlanFacts) -> Iterator[Breach]:
+    """Ranks agree on the order of collectives on one stream; between streams each GPU has an order of its own."""
+    for at, piece in facts.bodies():
+        if piece.stream and any(effect_of(node) == "collective" for node in piece.body.graph.nodes):
+            yield at, at, f"it speaks to other ranks on stream {piece.stream}"
+
+
 def read_after_free(facts: PlanFacts) -> Iterator[Breach]:
     freed = dict(reversed(facts.freed))
     for name, at in facts.readings:
@@ -140,6 +147,7 @@ RULES: tuple[tuple[str, Callable[[PlanFacts], Iterator[Breach]]], ...] = (
     ("declares every view", silent_view),
     ("tells the life of every buffer", other_life),
     ("keeps a collective and its wait in one piece", parted_collective),
+    ("keeps collectives on the caller's stream", strayed_collective),
     *RACES[:-1],
     ("frees nothing that is read later", read_after_free),
     ("frees every value once that is not returned", not_freed_once),

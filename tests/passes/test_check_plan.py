@@ -21,7 +21,7 @@ from v41.passes.analysis.happens_before import START_AT
 from v41.passes.analysis.plan_facts import PlanFacts
 from v41.passes.check_plan import RULES, check_plan, parted_collective
 from v41.passes.partition import partition
-from v41.plan import END, START, Plan
+from v41.plan import END, START, Event, Plan
 
 # stream 0: a, c, d; stream 1: b. y is freed by c while b may still read it, and d waits for b
 A, B, C, D = "a: x -> y, x", "b@1: y cache* -> z", "c: y -> w, y", "d: z w cache* -> out, z w"
@@ -88,6 +88,14 @@ def collectives(*together: bool) -> Plan:
     return replace(bare, pieces=tuple(replace(p, body=b) for p, b in zip(bare.pieces, bodies, strict=True)))
 
 
+def strayed(stream: int) -> Plan:
+    """A collective and its wait in a piece on `stream`, in order with all else."""
+    made = collectives(True, False)
+    first, second = made.pieces
+    events = [Event(START, "a"), Event("a", "b")] if stream else []
+    return replace(made, pieces=(replace(first, stream=stream), second), events=tuple(events))
+
+
 BUGS: dict[str, tuple[Callable[[], Plan], str, str, str]] = {  # -> the plan, words of the rule, both pieces
     "a value made twice": (lambda: sound("d: z w cache* -> y out, z w"), "a name of its own", "a", "d"),
     "a value with a piece's name": (lambda: sound("d: z w cache* -> c out, z w"), "a name of its own", "d", "c"),
@@ -108,6 +116,7 @@ BUGS: dict[str, tuple[Callable[[], Plan], str, str, str]] = {  # -> the plan, wo
         "the life of every buffer", "c", "d"),
     "a collective waited for elsewhere": (lambda: collectives(False, True), "a collective and its wait", "a", "b"),
     "a collective nobody waits for": (lambda: collectives(False, False), "a collective and its wait", "a", "b"),
+    "a collective on a side stream": (lambda: strayed(1), "on the caller's stream", "a", "a"),
     "an event that goes back": (lambda: sound(events=("a b", "b d", "d b")), "before it is waited for", "d", "b"),
     "an event to itself": (lambda: sound(events=("a b", "b d", "b b")), "before it is waited for", "b", "b"),
     "an event to nowhere": (lambda: sound(events=("a b", "b d", "b e")), "before it is waited for", "b", END),
@@ -183,6 +192,7 @@ def test_each_result_of_a_collective_of_several_is_waited_for(waited: tuple[bool
 
 def test_a_wait_in_the_same_piece_passes() -> None:
     check_plan(collectives(True, False))
+    check_plan(strayed(0))
     assert len(collectives(True, False).pieces) == 2
 
 
