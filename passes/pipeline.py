@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from v41._compat import observed
 from v41.errors import InvariantBroken, PassFailed, PlanBroken
@@ -213,16 +214,29 @@ def copy_of(gm: GraphModule) -> GraphModule:
 
 
 def kept(gm: GraphModule) -> Callable[[], GraphModule]:
-    """What makes a copy of `gm` as it is now, later. Cheap until it is called: code is generated then."""
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    held = {str(node.target): getattr(gm, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
+    """What makes a copy of `gm` as it is now, later. Cheap until it is called: nodes and code are made then.
+
+    Arguments of a node are immutable, and a pass replaces them; so what each node holds, listed, is a copy already.
+    """
+    nodes = [
+        (node, node.op, node.target, node.args, node.kwargs, node.name, node.type, node.meta.copy())
+        for node in gm.graph.nodes
+    ]
+    held = {str(target): getattr(gm, str(target)) for _, op, target, *_ in nodes if op == "get_attr"}
     bodies = {name: kept(value) for name, value in held.items() if isinstance(value, GraphModule)}
     meta = dict(gm.meta)
 
     def restore() -> GraphModule:
-        copy = GraphModule(held | {name: body() for name, body in bodies.items()}, graph)
-        copy.meta = meta
-        return copy
+        graph, copies = Graph(), dict[Node, Node]()
+        for node, op, target, args, kwargs, name, type_expr, found in nodes:
+            args, kwargs = map_arg((args, kwargs), copies.__getitem__)
+            if op == "output":
+                graph.output(args[0])
+                continue
+            copies[node] = made = graph.create_node(op, target, args, kwargs, name, type_expr)
+            made.meta = found.copy()
+        again = GraphModule(held | {name: body() for name, body in bodies.items()}, graph)
+        again.meta = meta
+        return again
 
     return restore
