@@ -66,9 +66,9 @@ def on_device(table: Tensor, device: torch.device | str) -> Tensor:
         raise TableNotHeld("on_device", bytes=table.nbytes, problem=f"{device} is no GPU here")
     cudart = torch.cuda.cudart()
     with torch.cuda.device(device):
-        code = int(cudart.cudaHostRegister(table.data_ptr(), table.nbytes, READ_BY_ALL | MAPPED))
-        if code:
-            problem = f"cudaHostRegister says {cudart.cudaGetErrorString(cudart.cudaError(code))}"
+        answer = cudart.cudaHostRegister(table.data_ptr(), table.nbytes, READ_BY_ALL | MAPPED)
+        if int(answer):
+            problem = f"cudaHostRegister says {cudart.cudaGetErrorString(answer)}"
             raise TableNotHeld("on_device", bytes=table.nbytes, problem=problem)
         seen = torch.as_tensor(Registered(table), device=device)
     made = seen.view(table.dtype).view(table.shape)

@@ -116,9 +116,6 @@ class Cudart:
         self.calls.append(("unregister", address))
         return 0
 
-    def cudaError(self, code: int) -> int:
-        return code
-
     def cudaGetErrorString(self, code: int) -> str:
         return f"error {code}"
 
