@@ -171,7 +171,7 @@ def test_what_is_picked_out_of_a_product_is_not_read_again(interpreter: Interpre
 
     def best(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         scores = (x.float() @ w).clamp(max=0.0).bfloat16()
-        return scores.gather(-1, topk_lowest_index(scores.float(), 6)), scores.neg().gather(-1, scores.topk(3)[1])
+        return scores.gather(-1, topk_lowest_index(scores.float(), 6)), (scores * -1.0).gather(-1, scores.topk(3)[1])
 
     body, kernel = held(best, [torch.randn(7, 320).bfloat16()], [torch.randn(320, 80) / 18])
     assert kernel.front is not None and kernel.source.count("add_up(partials") == 1
