@@ -43,10 +43,7 @@ BLOCK, KEEP = CONFIG.candidate_block_size, CONFIG.candidate_topk_blocks
 SIZES = ("rows",) * 7 + ("requests", "longest", "requests", "blocks")  # of the arguments of `three`, but for the cache
 ROLES = ("source", "candidate_source", "re_indexer")
 MOST_PLAIN = 1 << 22  # scores above which the plain model's decoded keys do not fit
-TRIED = (  # entries, tiles, warps, stages of a program
-    (64, 1, 4, 3), (64, 4, 4, 3), (64, 16, 4, 3), (64, 4, 4, 4), (64, 4, 4, 2),
-    (128, 1, 4, 3), (128, 4, 4, 3), (128, 4, 8, 3),
-)  # fmt: skip
+TRIED = ((64, 1, 4), (64, 2, 4), (64, 8, 4), (128, 1, 4), (128, 4, 4), (128, 8, 8))  # entries, tiles, warps
 Call = Callable[..., Any]
 
 
@@ -424,8 +421,8 @@ def tune(contexts: Sequence[int], rows_list: Sequence[int], deadline: float) -> 
     """Spreads of the scores alone, then tiles of the selection alone."""
     for role, context, rows in cases(contexts, rows_list):
         sets = sets_of(rows, context, role == "re_indexer") if role != "candidate_source" else []
-        for block, turns, warps, stages in TRIED if sets else ():
-            spread = Spread(1, turns, block, warps, stages)
+        for block, turns, warps in TRIED if sets else ():
+            spread = Spread(1, turns, block, warps)
             record: dict[str, Any] = {"role": role, "context": context, "rows": rows, "spread": str(spread)}
             alone = partial(scores_alone, role, spread=spread)
             yield measured(record, lambda alone=alone: alone, lambda sets=sets: sets, deadline)

@@ -45,14 +45,14 @@ class Form:
     outputs: tuple[str, ...]  # of "picks" and "kept"
 
     @property
-    def unit(self) -> int:
-        """Bytes of a value that is read and decoded as one: 2, since pairs of them are one register."""
-        return min(2, self.width // 32)
+    def wide(self) -> bool:
+        """Whether units of two bytes can be read as they lie: records of 17 bytes start anywhere."""
+        return self.width > 32
 
     @property
     def units(self) -> int:
-        """Of the values of a record."""
-        return self.width // 2 // self.unit
+        """Of the values of a record, four channels each."""
+        return self.width // 4
 
     @property
     def scales(self) -> int:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from v41.lowering.rowwise.launch import Kernel
+from v41.lowering.templates.decode import packs
 from v41.lowering.templates.index_scores.form import Form
 from v41.lowering.templates.index_scores.text import MOST_TURNS, SHARED
 from v41.lowering.templates.topk.launch import Step, run_steps, selection
 
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
-BUSY = 264  # programs that fill a GPU
-HOPPER = 9  # the compute capability that multiplies bf16 in pairs
+BUSY = 512  # programs that fill a GPU
 SCORES = 11  # the place of the scores among the arguments of the first launch
 
 
@@ -32,7 +31,6 @@ class Spread:
     turns: int
     block: int = 64
     warps: int = 4
-    stages: int = 3
     tile: int | None = None
 
 
@@ -47,7 +45,7 @@ class IndexKernel(Kernel):
         """By rows, entries of each and rows of the longest request: as many tiles a program as keep a GPU busy."""
         shared = SHARED if longest > 1 and not self.form.listed else 1
         tiles = -(-entries // 64) * -(-rows // shared)
-        turns = max(1, min(MOST_TURNS, tiles // (4 * BUSY)))
+        turns = max(1, min(MOST_TURNS, tiles // BUSY))
         return Spread(shared, 1 << (turns.bit_length() - 1))
 
     def steps(self, tensors: Sequence[Any], spread: Spread | None = None) -> tuple[list[Step], tuple[Tensor, ...]]:
@@ -57,7 +55,9 @@ class IndexKernel(Kernel):
         queries, places, numbers, cache = of["queries"], of["rows"], of["blocks"], of["cache"]
         rows, device = queries.shape[0], queries.device
         given = of.get(form.given)
-        entries = given.shape[1] * form.block if form.listed and given is not None else numbers.shape[0] * form.spread
+        entries = numbers.shape[0] * form.spread
+        if form.listed and given is not None and entries:
+            entries = given.shape[1] * form.block
         chosen = spread or self.spread_for(rows, entries, places.shape[1])
 
         def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,7 +67,7 @@ class IndexKernel(Kernel):
         blocks = entries // form.block if form.keeps else 0
         best = empty(rows, blocks)
         made = {"picks": picks}
-        packed = [cache.view(UNITS[size]) for size in (form.unit, form.scales)]
+        packed = [cache.view(UNITS[size]) for size in (1 + form.wide, form.scales)]
         tensors_read = [queries, of["weights"], *packed, of["positions"], of["requests"], of["columns"], places,
                         of["slots"], numbers]  # fmt: skip
         restricted = numbers if given is None else given.view(torch.int8) if given.dtype is torch.bool else given
@@ -81,7 +81,7 @@ class IndexKernel(Kernel):
         ]
         grid = (-(-rows // chosen.rows), -(-entries // (chosen.turns * chosen.block)))
         constants = {"BLOCK": chosen.block, "PACKED": packs(device)}
-        options = {"num_warps": chosen.warps, "num_stages": chosen.stages, "enable_fp_fusion": False}
+        options = {"num_warps": chosen.warps, "enable_fp_fusion": False}
         arguments = [*tensors_read, restricted, scores, best, *sizes, form.reach, chosen.turns]
         steps = [Step(f"scores_{chosen.rows}", grid, arguments, constants, options)] if rows and entries else []
         if form.listed:
@@ -99,9 +99,3 @@ class IndexKernel(Kernel):
         steps, outputs = self.steps(tensors, schedule)
         run_steps(self.module, steps)
         return outputs
-
-
-@cache
-def packs(device: torch.device) -> bool:
-    """Whether keys are decoded two at a time there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER

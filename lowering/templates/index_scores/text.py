@@ -1,24 +1,24 @@
 """text: the Triton source of the scores of an indexer, specialised to its Form; topk/text.py picks among them.
 
-    record    units of two bytes, then scales. Nibble n of unit j is channel 4 * j + n, so a tile of units holds, nibble
-              by nibble, tiles of keys for products over a quarter of the channels each: nothing is shuffled
+    record    units of four channels, then scales: decoded to a tile of keys (../decode.py)
     scores    x = k.q of a tile of entries and all heads, max(x, 0) * w, added up by halves of heads    [entries] a row
               -> out [T, E], -inf where hidden; the best of each block -> best [T, E / block], inf for the newest
 
 A program scores some tiles of entries for one row, or for a few: rows whose keys lie in one slot share what was read
-and decoded, others take turns. Tiles that no row of it sees are not read. A score is the same operations on the same
+and decoded, others take turns. What is hidden is read all the same, from within the slot, and left out of the result:
+masks cost more than they save; but tiles that no row sees are not read. A score is the same operations on the same
 numbers in any batch. One text a number of rows: `scores_1`, and `scores_4` where rows may share.
 """
 
 from __future__ import annotations
 
-from v41.lowering.templates.formats import DECODERS, HEAD
-from v41.lowering.templates.index_scores.decode import function_text, scale_text
+from v41.lowering.templates.decode import BYTES, ORDER, SCALES, SPREAD, keys_text
+from v41.lowering.templates.formats import HEAD
 from v41.lowering.templates.index_scores.form import FAR, Form
 from v41.lowering.templates.topk import TEXT
 
 SHARED = 4  # rows of a program, where requests have several
-MOST_TURNS = 16  # tiles of a program
+MOST_TURNS = 8  # tiles of a program
 ANY = [
     "T",
     "R",
@@ -62,7 +62,7 @@ def scored_row(requests, columns, places, row, rows, count, longest, step):
 def text(form: Form) -> str:
     """The file, without its first lines."""
     kernels = [scores_text(form, rows) for rows in ((1,) if form.listed else (1, SHARED))]
-    helpers = [DECODERS["ue8m0"], DECODERS["e2m1"], function_text(form), HELPERS, seen_text(form)]
+    helpers = [ORDER, SPREAD, SCALES["ue8m0"], keys_text("e2m1"), HELPERS, seen_text(form)]
     parts = [HEAD, *helpers, *kernels, TEXT]
     return "\n\n".join(parts)
 
@@ -94,7 +94,6 @@ def scores_text(form: Form, rows: int) -> str:
         f"             given, out, best, E, {', '.join(ANY)}, BLOCK: tl.constexpr, PACKED: tl.constexpr):",
         "    start = tl.program_id(1) * (turns * BLOCK)",
         f"    head = tl.arange(0, {form.padded_heads})",
-        f"    unit = tl.arange(0, {form.units})",
         f"    for lead in range(0, {rows}):",
         *(" " * 8 + line for line in body),
     ]
@@ -103,12 +102,12 @@ def scores_text(form: Form, rows: int) -> str:
 
 def _pass(form: Form, rows: int) -> list[str]:
     """Scores of all tiles, for the rows of this program from `row` on whose keys lie in `slot`."""
-    record = 17 * form.scales // form.unit
     lines = [
         "most = tl.full([], 0, tl.int32)",
-        f"home = cache + slot * CAPACITY * {record}",
+        f"home = cache + slot * CAPACITY * {17 * form.scales // (1 + form.wide)}",
         "home_of_scales = scales + slot * CAPACITY * 17",
     ]
+    masked = f", mask=head[:, None] < {form.heads}, other=0.0" if form.padded_heads != form.heads else ""
     for r in range(rows):
         lines += [
             f"row{r} = tl.program_id(0).to(tl.int64) * {rows} + {r}",
@@ -118,16 +117,17 @@ def _pass(form: Form, rows: int) -> list[str]:
             f"read{r} = scored_row(requests, columns, rows, row{r}, T, R, Q, places_step)",
             f"w{r} = tl.load(weights + read{r} * {form.heads} + head, mask=head < {form.heads}, other=0.0)"
             f".to(tl.float32) * {form.scale!r}",
-            f"at{r} = queries + read{r} * {form.heads * form.width} + head[None, :] * {form.width} "
-            f"+ unit[:, None] * {2 * form.unit}",
-            *(f"q{r}_{n} = tl.load(at{r} + {n}, mask=head[None, :] < {form.heads}, other=0.0)"
-              for n in range(2 * form.unit)),
-        ]  # fmt: skip
+            f"at{r} = queries + read{r} * {form.heads * form.width} + head[:, None] * {form.width}",
+            f"q{r} = tl.load(at{r} + tl.arange(0, {form.width})[None, :]{masked})",
+            f"q{r} = ordered(q{r}, {form.padded_heads}, {form.units})",
+        ]
     if form.keeps:
         lines += [f"newest{r} = tl.where(seen{r} > 0, (seen{r} - 1) // {form.block}, -1)" for r in range(rows)]
     lines += [
-        *_busy(form),
-        "for turn in range(0, busy):",
+        "busy = turns",
+        "if start + turns * BLOCK > most:",
+        *("    " + line for line in _busy(form)),
+        "for turn in tl.range(0, busy, num_stages=1):",  # programs of a core hide each other's reads
         *("    " + line for line in _tile(form, rows)),
         "for turn in range(busy, turns):",
         *("    " + line for line in _idle(form, rows)),
@@ -156,28 +156,40 @@ def _place() -> list[str]:
 
 def _tile(form: Form, rows: int) -> list[str]:
     """One tile: its keys, then each row's scores of them."""
-    lines = _place()
+    lines = [*_place(), "open = inside", "column = tl.minimum(at, E - 1)"]
     if form.listed:
         lines += [
-            f"listed = tl.load(given + row * given_step + at // {form.block}, mask=inside, other=-1)",
-            "open = listed >= 0",
-            f"column = tl.where(open, listed, 0) * {form.block} + at % {form.block}",
+            f"listed = tl.load(given + row * given_step + column // {form.block}).to(tl.int32)",
+            "open = inside & (listed >= 0)",
+            f"column = tl.maximum(listed, 0) * {form.block} + column % {form.block}",
         ]
-    else:
-        lines += ["open = inside", "column = at"]
-    keys = ", ".join(f"k{n}" for n in range(2 * form.unit))
     lines += [
-        f"number = tl.load(numbers + column // {form.spread}, mask=open, other=0)",
-        f"entry = tl.minimum(number, {FAR}).to(tl.int32) * {form.spread} + (column % {form.spread}).to(tl.int32)",
-        "open = open & (entry < most)",
+        f"number = tl.load(numbers + column // {form.spread})",
+        f"entry = tl.minimum(number, {FAR}).to(tl.int32) * {form.spread} + column % {form.spread}",
         "place = tl.minimum(entry, reach)",
-        f"held = tl.load(home + (place[:, None] * {17 * form.scales // form.unit} + unit[None, :]))",
-        "marks = tl.load(home_of_scales + (place * 17 + 16)).to(tl.int32)",
-        f"{keys} = keys_of(held, {scale_text(form)}, PACKED)",
+        *_held(form),
+        f"by = ue8m0_scale(bytes_of(marks[:, None], BLOCK, 1, {form.scales}))",
+        f"by = spread(by, BLOCK, {form.scales}, {form.units // form.scales})",
+        f"k = e2m1_keys(held, by, BLOCK, {form.units}, PACKED)",
     ]
     for r in range(rows):
         lines += _scored(form, r)
     return lines
+
+
+def _held(form: Form) -> list[str]:
+    """The units of a record, and its scales as one number."""
+    record, size = 17 * form.scales, BYTES["e2m1"]
+    marks = "marks = tl.load(home_of_scales + (place * 17 + 16))"
+    if form.wide:
+        at = f"place[:, None] * {record // size} + tl.arange(0, {form.units})[None, :]"
+        return [f"held = tl.load(home + ({at}))", marks]
+    unit = f"tl.arange(0, {form.units})[None, :, None] * {size} + tl.arange(0, {size})[None, None, :]"
+    return [
+        f"held = tl.load(home + (place[:, None, None] * {record} + {unit}))",
+        f"held = units_of(held, BLOCK, {form.units}, {size}).to(tl.int16)",
+        marks,
+    ]
 
 
 def _scored(form: Form, r: int) -> list[str]:
@@ -185,8 +197,7 @@ def _scored(form: Form, r: int) -> list[str]:
     last = f"x = tl.where(head[None, :] < {form.heads}, x, 0.0)"  # inf times a padded 0 is NaN
     mask = f"tl.load(given + row{r} * given_step + at, mask=inside & own{r}, other=0).to(tl.int1)"
     return [
-        f"x = tl.dot(k0, q{r}_0)",
-        *(f"x = tl.dot(k{n}, q{r}_{n}, x)" for n in range(1, 2 * form.unit)),
+        f"x = tl.dot(k, q{r}.trans())",
         f"x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * w{r}[None, :]",
         *([last] if heads != form.heads else []),
         f"total = folded(x, BLOCK, {heads}, {heads.bit_length() - 1})",

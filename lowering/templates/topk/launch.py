@@ -32,6 +32,11 @@ class Round:
 
     @property
     def warps(self) -> int:
+        return max(4, min(16, self.tile // 512))
+
+    @property
+    def wide(self) -> int:
+        """Columns of a line, which one thread holds."""
         return max(4, min(32, self.tile // 512))
 
 
@@ -58,14 +63,14 @@ def rounds(rows: int, columns: int, k: int, tile: int | None = None) -> list[Rou
 
 @cache
 def _best(rows: int, count: int, k: int) -> tuple[float, int]:
-    """Least µs for this round and those behind it, and the tile of this one. A tile takes a program 4 µs and 1 for
-    each 1,100 columns; a GPU has work for all its programs from 200,000 columns a µs on (measured on an H200)."""
+    """Least µs for this round and those behind it, and the tile of this one. A tile takes a program 4.2 µs and 1 for
+    each 2,100 columns, a GPU 1 for each 300,000 columns of all programs (fitted to rounds measured on an H200)."""
     whole, least = max(16, padded(count)), 2 * padded(k)
     sizes = [size for size in TILES if least <= size < whole] + [whole] * (whole <= max(LARGEST, 2 * least))
     found = []
     for size in sizes:
         parts = -(-max(count, 1) // size)
-        spent = max(4 + size / 1100, rows * parts * size / 200_000)
+        spent = 4.2 + size / 2100 + rows * parts * size / 300_000
         found.append((spent + (_best(rows, parts * k, k)[0] if parts > 1 else 0), size))
     return min(found)
 
@@ -91,21 +96,21 @@ def selection(
     """
     rows, columns = scores.shape
     steps, none = list[Step](), torch.empty(0, dtype=torch.int32, device=scores.device)
-    keys, at = none, none
+    given, at = scores, none
     marks = none if kept is None else kept.view(torch.int8)
     chosen = rounds(rows, columns, k, tile) if rows else []
     for each in chosen:
         last = each is chosen[-1]
         shape = (0,) if last else (rows, each.parts, k)
-        left, left_at = (torch.empty(shape, dtype=torch.int32, device=scores.device) for _ in range(2))
+        left, left_at = (torch.empty(shape, dtype=d, device=scores.device) for d in (torch.float32, torch.int32))
         step = 0 if lists is None else lists.stride(0)
-        tensors = [scores, keys, at, left, left_at, picks, marks, none if lists is None else lists]
-        constants = {"K": k, "GROUPS": padded(k), "TILE": each.tile, "FIRST": each is chosen[0], "LAST": last,
-                     "KEEPS": kept is not None, "SIZE": size}  # fmt: skip
+        tensors = [given, at, left, left_at, picks, marks, none if lists is None else lists]
+        constants = {"K": k, "GROUPS": padded(k), "TILE": each.tile, "WIDE": each.wide, "FIRST": each is chosen[0],
+                     "LAST": last, "KEEPS": kept is not None, "SIZE": size}  # fmt: skip
         numbers = [each.count, columns, step]
         grid = (rows, each.parts)
         steps.append(Step("select", grid, [*tensors, *numbers], constants, {"num_warps": each.warps}))
-        keys, at = left, left_at
+        given, at = left, left_at
     return steps
 
 

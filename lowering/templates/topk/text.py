@@ -1,57 +1,45 @@
 """text: the Triton source of a selection, `select`: the k best of each tile of a row.
 
-    key     scores as int32 that order as they do; the least one where a score is never picked
-    low     the k-th largest key: halving [low, high) until one key is left, or exactly k keys lie above low
-    picks   keys above low, and of those equal to it the first, as many as are missing; one scan places them
+    x       scores, -inf where one is never picked (NaN, -inf), as lines of WIDE columns that a thread holds
+    level   the k-th largest. Keys, int32 that order as scores do, are cut in thirds of [low, high), two counts in one
+            sum, until one is left or exactly k scores lie at it or above
+    picks   scores above the level, and of those equal to it the first, as many as are missing. Where k are at the level
+            or above, ties do not matter and one count a line places them all
 
-Unique pairs (key, lower column first) decide, so results do not depend on tiles, and a row has the same picks in any
-batch. However keys cluster nothing is dropped: no buffer holds less than a tile. Halving begins between the largest key
-and the least of GROUPS >= k maxima of groups, above which k keys lie: some ten steps where scores are spread.
+Unique pairs (score, lower column first) decide, so results do not depend on tiles, and a row has the same picks in any
+batch. However scores cluster nothing is dropped: no buffer holds less than a tile. The search begins between the
+largest score and the least of GROUPS >= k maxima of groups, above which k scores lie: some seven steps where they are
+spread.
 """
 
-LEAST = -(2**31)  # the key of what is never picked: below that of every number
+LEAST = -(2**31)  # below the key of every number
 
 TEXT = f'''@triton.jit
-def ranked(x):
-    """int32 that order as the numbers do, -0 as 0; the least one for -inf and NaN."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(x > float("-inf"), tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), {LEAST})
+def key_of(x):
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["width", "list_step"])
-def select(scores, keys, columns, next_keys, next_columns, picks, kept, lists, count, width, list_step,
-           K: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-           KEEPS: tl.constexpr, SIZE: tl.constexpr):
-    """The K best of tile program_id(1) of row program_id(0), whose columns are `count`: scores if it is the FIRST
-    round, else pairs of what is left of earlier tiles, columns ascending. The LAST round has one tile and writes picks.
-    KEEPS: marks them in kept [rows, width], too. SIZE > 0: column c stands for lists[row, c // SIZE] * SIZE + c % SIZE.
-    """
+@triton.jit
+def score_of(key):
+    """The score whose key this is."""
+    bits = key.to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def counts(x, a, b):
+    """How many scores are at two keys or above."""
+    both = tl.sum((x >= score_of(a)).to(tl.int32) + (x >= score_of(b)).to(tl.int32) * 65536)
+    return both & 65535, both >> 16
+
+
+@triton.jit
+def put(x, at, picked, place, total, columns, next_scores, next_columns, picks, kept, lists, start, width, list_step,
+        K: tl.constexpr, GROUPS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, KEEPS: tl.constexpr,
+        SIZE: tl.constexpr):
+    """Writes what is picked to its places; what is left of K behind `total` is nothing."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    there, start = at < count, row * count
-    if FIRST:
-        key = ranked(tl.load(scores + start + at, mask=there, other=float("-inf")))
-    else:
-        key = tl.load(keys + start + at, mask=there, other={LEAST})
-    high = tl.max(key, 0).to(tl.int64) + 1  # fewer than K keys are this large
-    low = tl.full([], {LEAST}, tl.int64)  # K keys are, or it is the least
-    if GROUPS < TILE:
-        low = tl.min(tl.max(tl.reshape(key, [GROUPS, TILE // GROUPS]), 1), 0).to(tl.int64)
-    while high - low > 1:
-        middle = (low + high) >> 1
-        found = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0)
-        low = tl.where(found >= K, middle, low)
-        high = tl.where(found > K, high, tl.where(found == K, middle + 1, middle))
-    level = low.to(tl.int32)
-    above = (key > level).to(tl.int32)
-    equal = ((key == level) & (key > {LEAST})).to(tl.int32)
-    through = tl.cumsum(above * 65536 + equal, 0).to(tl.int32)
-    all_above = tl.sum(above, 0)
-    missing = K - all_above
-    taken = tl.minimum(through & 65535, missing)
-    picked = (above > 0) | ((equal > 0) & ((through & 65535) <= missing))
-    place = (through >> 16) + taken - 1
-    total = all_above + tl.minimum(tl.sum(equal, 0), missing)
     column = at
     if not FIRST:
         column = tl.load(columns + start + at, mask=picked, other=0)
@@ -59,15 +47,69 @@ def select(scores, keys, columns, next_keys, next_columns, picks, kept, lists, c
     behind = (rest >= total) & (rest < K)
     if LAST:
         if KEEPS:
-            tl.store(kept + row * width + column, tl.full([TILE], 1, tl.int8), mask=picked)
+            tl.store(kept + row * width + column, tl.full(at.shape, 1, tl.int8), mask=picked)
         if SIZE > 0:
             column = tl.load(lists + row * list_step + column // SIZE, mask=picked, other=0) * SIZE + column % SIZE
         tl.store(picks + row * K + place, column.to(tl.int64), mask=picked)
         tl.store(picks + row * K + rest, tl.full([GROUPS], -1, tl.int64), mask=behind)
     else:
         home = (row * tl.num_programs(1) + tl.program_id(1)) * K
-        tl.store(next_keys + home + place, key, mask=picked)
+        tl.store(next_scores + home + place, x, mask=picked)
         tl.store(next_columns + home + place, column, mask=picked)
-        tl.store(next_keys + home + rest, tl.full([GROUPS], {LEAST}, tl.int32), mask=behind)
+        tl.store(next_scores + home + rest, tl.full([GROUPS], float("-inf"), tl.float32), mask=behind)
         tl.store(next_columns + home + rest, tl.full([GROUPS], -1, tl.int32), mask=behind)
+
+
+@triton.jit(do_not_specialize=["width", "list_step"])
+def select(scores, columns, next_scores, next_columns, picks, kept, lists, count, width, list_step,
+           K: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr,
+           LAST: tl.constexpr, KEEPS: tl.constexpr, SIZE: tl.constexpr):
+    """The K best of tile program_id(1) of row program_id(0), whose columns are `count`: all if it is the FIRST round,
+    else what is left of earlier tiles, `columns` of the row, ascending. The LAST round has one tile and writes picks.
+    KEEPS: marks them in kept [rows, width], too. SIZE > 0: column c stands for lists[row, c // SIZE] * SIZE + c % SIZE.
+    """
+    LINES: tl.constexpr = TILE // WIDE
+    at = tl.program_id(1) * TILE + tl.arange(0, LINES)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    start = tl.program_id(0).to(tl.int64) * count
+    x = tl.load(scores + start + at, mask=at < count, other=float("-inf"))
+    x = tl.where(x > float("-inf"), x, float("-inf"))
+    line = tl.max(x, 1)
+    high = key_of(tl.max(line, 0)) + 1  # fewer than K scores are above it
+    low = tl.full([], {LEAST}, tl.int64)  # K scores are at it or above, or it is the least
+    if GROUPS < TILE:
+        if LINES >= GROUPS:
+            least = tl.min(tl.max(tl.reshape(line, [LINES // GROUPS, GROUPS]), 0), 0)
+        else:
+            least = tl.min(tl.max(tl.reshape(x, [GROUPS, TILE // GROUPS]), 1), 0)
+        low = tl.where(least > float("-inf"), key_of(least), {LEAST})
+    exact = False  # whether K are at the level or above
+    while high - low > 1:
+        third = tl.maximum((high - low) // 3, 1)
+        a, b = low + third, tl.maximum(high - third, low + third)
+        above_a, above_b = counts(x, a, b)
+        high = tl.where(above_b >= K, high, tl.where(above_a >= K, b, a))
+        low = tl.where(above_b >= K, b, tl.where(above_a >= K, a, low))
+        hit = (above_a == K) | (above_b == K)
+        high = tl.where(hit, low + 1, high)
+        exact = exact | hit
+    level = tl.where(low > {LEAST}, score_of(low), float("-inf"))
+    if exact & (level > float("-inf")):
+        picked = x >= level
+        taken = picked.to(tl.int32)
+        each = tl.sum(taken, 1)
+        place = tl.cumsum(taken, 1) + (tl.cumsum(each, 0) - each - 1)[:, None]
+        put(x, at, picked, place, K, columns, next_scores, next_columns, picks, kept, lists, start, width, list_step,
+            K, GROUPS, FIRST, LAST, KEEPS, SIZE)
+    else:
+        above, equal = x > level, (x == level) & (x > float("-inf"))
+        both = above.to(tl.int32) * 65536 + equal.to(tl.int32)
+        each = tl.sum(both, 1)
+        through = tl.cumsum(both, 1) + (tl.cumsum(each, 0) - each)[:, None]
+        whole = tl.sum(each, 0)
+        missing = K - (whole >> 16)
+        picked = above | (equal & ((through & 65535) <= missing))
+        place = (through >> 16) + tl.minimum(through & 65535, missing) - 1
+        total = (whole >> 16) + tl.minimum(whole & 65535, missing)
+        put(x, at, picked, place, total, columns, next_scores, next_columns, picks, kept, lists, start, width,
+            list_step, K, GROUPS, FIRST, LAST, KEEPS, SIZE)
 '''

@@ -86,6 +86,20 @@ def test_fewer_than_k_are_padded_and_no_sentinel_is_a_column(interpreter: Interp
     assert found.tolist() == [[2, 39, -1, -1, -1, -1], [1, -1, -1, -1, -1, -1], [-1] * 6]
 
 
+def test_a_tile_that_is_no_longer_than_what_is_picked_leaves_out_what_is_never_picked(interpreter: Interpreter) -> None:
+    """All 16 columns are at -inf or above, exactly k of them: they are not for that the k best."""
+    scores = torch.full((2, 16), -INF)
+    scores[0, 3] = -1.0
+    scores[1] = NAN
+    assert picks_of(interpreter, scores, 16).tolist() == [[3] + [-1] * 15, [-1] * 16]
+
+
+def test_where_k_lie_above_a_cut_or_ties_do_at_it_the_same_are_picked(interpreter: Interpreter) -> None:
+    """Both ways to place picks, in lines longer than one: all different, and each number twice."""
+    different = torch.randperm(5000, generator=torch.Generator().manual_seed(1)).float()[None]
+    check_picks(interpreter, torch.cat((different, (different / 2).floor())), 301, None, 1024)
+
+
 def test_a_row_has_its_picks_in_any_batch(interpreter: Interpreter) -> None:
     scores = torch.randn(4, 100, generator=torch.Generator().manual_seed(3)).round(decimals=1)
     scores[1] = NAN
