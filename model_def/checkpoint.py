@@ -266,11 +266,13 @@ def set_token_map(model: nn.Module, token_map: Tensor) -> None:
 def save_checkpoint(model: nn.Module, folder: str | Path, shard_bytes: int | None = None) -> None:
     """Writes model.config and the weights in released layout, in one file or in shards of about `shard_bytes`.
 
-    PartOfAModel of a rank's share, CheckpointNotWritten where the system does not let it.
+    PartOfAModel of a rank's share, CheckpointNotWritten where the system does not let it, or of a model without values.
     """
     folder, share = Path(folder), getattr(model, "share", WHOLE)
     if share.world > 1:
         raise PartOfAModel("save_checkpoint", rank=share.rank, world=share.world)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise CheckpointNotWritten(folder, problem="the model is on the meta device, where tensors hold no values")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_checkpoint(model, folder, shard_bytes)

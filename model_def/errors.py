@@ -104,7 +104,7 @@ class CheckpointNotWritten(ModelError, OSError):
     """facts: problem."""
 
     found = "the checkpoint cannot be written: {problem}"
-    fix = "give a folder, there or not, that may be written and has room for the model"
+    fix = "give a model with values, and a folder, there or not, that may be written and has room for it"
 
 
 class NoSuchRank(ModelError, ValueError):
@@ -119,6 +119,13 @@ class ShareNotWhole(ModelError, ValueError):
 
     found = "{world} ranks cannot share {sizes}"
     fix = "take a number of ranks that divides all of them, and of those in groups the number of groups"
+
+
+class RankAlone(ModelError, ValueError):
+    """facts: rank, world."""
+
+    found = "the model is the share of rank {rank} of {world}, and knows no group of processes to add up with"
+    fix = "load it in each of them with share=Share.of_group(torch.distributed.group.WORLD), or whole without a share"
 
 
 class PartOfAModel(ModelError, ValueError):
@@ -147,6 +154,13 @@ class RequestWithoutPrompt(ModelError, ValueError):
 
     found = "a request reads a prompt of {prompt} tokens, of {known} that it has, and is to be {length} long"
     fix = "give a prompt of one token or more, within the tokens it has, and a length of at least so many"
+
+
+class RequestGivenTwice(ModelError, ValueError):
+    """facts: first, second (numbers of the requests)."""
+
+    found = "requests {first} and {second} are one object, and each would write its tokens into it"
+    fix = "make a Request for each"
 
 
 class StepsWithoutRows(ModelError, ValueError):

@@ -23,7 +23,13 @@ from v41.model_def.buckets import Buckets, round_up
 from v41.model_def.cache import Cache
 from v41.model_def.chunk import replay_start, usable_hit
 from v41.model_def.config import V41Config
-from v41.model_def.errors import LogitsAreNoNumbers, NoTemperature, RequestWithoutPrompt, StepsWithoutRows
+from v41.model_def.errors import (
+    LogitsAreNoNumbers,
+    NoTemperature,
+    RequestGivenTwice,
+    RequestWithoutPrompt,
+    StepsWithoutRows,
+)
 
 Forward = Callable[[Batch, Cache], Tensor]
 Choose = Callable[[Tensor], Tensor]  # logits [n, vocabulary] -> token ids [n]
@@ -88,7 +94,7 @@ def warm_up(
         blocks = {m: round_up(count, buckets.blocks) for m, count in block_counts(config, context).items()}
         for rung in rungs:
             for _ in range(2):
-                forward(batch_of_sizes(config, cache, [], Sizes(rung, rung, rung, 1, blocks, rung)), cache)
+                forward(batch_of_sizes(config, cache, [], Sizes(rung, rung, rung, 1, blocks, rung, rung)), cache)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -100,7 +106,7 @@ def greedy(logits: Tensor) -> Tensor:
 def sampling(temperature: float, generator: torch.Generator) -> Choose:
     """Draws from softmax(logits / temperature), however small that is. NoTemperature where it is not above 0; drawing
     raises LogitsAreNoNumbers as greedy does."""
-    if not 0 < temperature < math.inf:
+    if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
         raise NoTemperature("sampling", temperature=temperature)
     divisor = max(temperature, torch.finfo(torch.float32).tiny)  # fp32 has no smaller one to divide by
 
@@ -133,10 +139,15 @@ def generate(
     """Steps until every request is finished. A prompt is read `chunk` rows at a time; `requests` grow in place.
 
     `buckets`: what steps are padded to; a model whose steps are captured needs them. `reuse`: take prefix hits.
-    StepsWithoutRows where `chunk` is no number of rows, LogitsAreNoNumbers where no token can be chosen.
+    StepsWithoutRows where `chunk` is no number of rows, RequestGivenTwice where two are one object, LogitsAreNoNumbers
+    where no token can be chosen.
     """
     if type(chunk) is not int or chunk < 1:
         raise StepsWithoutRows("generate", chunk=chunk)
+    numbers = {id(request): i for i, request in reversed([*enumerate(requests)])}
+    for i, request in enumerate(requests):
+        if numbers[id(request)] < i:
+            raise RequestGivenTwice("generate", first=numbers[id(request)], second=i)
     waiting, slots = list(range(len(requests))), dict[int, int]()  # request -> slot
     held: dict[int, tuple[list[int], int]] = {}  # slot -> a request's tokens, and how many of them it has entries of
     while True:

@@ -82,6 +82,7 @@ class V41ForCausalLM(nn.Module):
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         """Logits [L, vocabulary] fp32 of the rows the batch asks for. Writes what later steps need into `cache`."""
+        self.share.check_joined("V41ForCausalLM.forward")
         check_cache(batch, cache)
         check_model(batch, cache, self.batch_facts, self.cache_facts)
         mention_kept(batch)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from v41.model_def.config import V41Config
-from v41.model_def.errors import NoSuchRank, ShareNotWhole
+from v41.model_def.errors import NoSuchRank, RankAlone, ShareNotWhole
 from v41.model_def.quantization import GROUP
 
 # the last two in the embedding and in the head alone
@@ -36,7 +36,8 @@ SPLIT = (  # dimension -> released names of what is split along it, with their s
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank of `world` holds. `group` is the name of the process group that adds up; None where one is all."""
+    """What one rank of `world` holds. `group` is the name of the process group that adds up; None where one is all, or
+    where a model is only loaded and does not run."""
 
     rank: int = 0
     world: int = 1
@@ -62,6 +63,11 @@ class Share:
             raise ShareNotWhole("V41ForCausalLM(share=...)", world=self.world, sizes=left)
         heads, groups, inner, *_ = (getattr(config, name) // self.world for name in DIVIDED)
         return config.replace(num_attention_heads=heads, o_groups=groups, moe_intermediate_size=inner)
+
+    def check_joined(self, where: str) -> None:
+        """RankAlone where others hold the rest of the model and there is no group to meet them in."""
+        if self.world > 1 and self.group is None:
+            raise RankAlone(where, rank=self.rank, world=self.world)
 
     def of_vocabulary(self, config: V41Config) -> int:
         return config.vocab_size // self.world

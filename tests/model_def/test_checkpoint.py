@@ -432,6 +432,14 @@ def test_a_folder_that_cannot_be_written_is_named(folder: str, tmp_path: Path, m
     assert not list(tmp_path.glob("**/*.partial"))
 
 
+def test_a_model_without_values_is_not_written(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = V41ForCausalLM(first_layers(QUANTISED, 1))
+    with pytest.raises(CheckpointNotWritten, match="meta device"):
+        save_checkpoint(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "x" * 5000])
 def test_a_folder_of_no_possible_name_is_refused(name: str, tmp_path: Path) -> None:
     for read in (V41ForCausalLM.from_checkpoint, V41Config.from_json):

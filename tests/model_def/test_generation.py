@@ -20,6 +20,7 @@ from v41.model_def.errors import (
     ChunkLongerThanSlot,
     LogitsAreNoNumbers,
     NoTemperature,
+    RequestGivenTwice,
     RequestWithoutPrompt,
     StepsWithoutRows,
 )
@@ -170,8 +171,8 @@ def test_the_coldest_sampling_is_greedy(small: float) -> None:
     assert torch.equal(sampling(small, torch.Generator().manual_seed(0))(logits), greedy(logits))
 
 
-@pytest.mark.parametrize("temperature", [0, -1.0, math.nan, math.inf])
-def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [0, -1.0, math.nan, math.inf, True, None, "1", torch.tensor(1.0)])
+def test_a_temperature_that_is_none_is_refused(temperature: Any) -> None:
     with pytest.raises(NoTemperature):
         sampling(temperature, torch.Generator())
 
@@ -226,6 +227,14 @@ def test_damaged_logits_that_choose_nothing_are_handed_on() -> None:
 def test_steps_without_rows_are_refused(chunk: Any) -> None:
     with pytest.raises(StepsWithoutRows):
         next(generate(CountsUp(), TINY, Cache.zeros(TINY, 1, 8), [Request.to_write([1], 2)], chunk=chunk))
+
+
+def test_one_request_cannot_be_given_twice() -> None:
+    one, other = Request.to_write([1], 2), Request.to_write([1], 2)
+    assert one == other
+    with pytest.raises(RequestGivenTwice, match="requests 1 and 2 are one object"):
+        next(generate(CountsUp(), TINY, Cache.zeros(TINY, 3, 8), [other, one, one], chunk=4))
+    assert list(generate(CountsUp(), TINY, Cache.zeros(TINY, 2, 8), [other, one], chunk=4))
 
 
 def test_what_cannot_be_read_is_refused() -> None:

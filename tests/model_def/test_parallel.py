@@ -19,7 +19,7 @@ from tests.model_def.rows import QUICK, TINY
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.checkpoint import WEIGHTS, load_checkpoint, save_checkpoint, slots
-from v41.model_def.errors import CheckpointError, NoSuchRank, PartOfAModel, ShareNotWhole
+from v41.model_def.errors import CheckpointError, NoSuchRank, PartOfAModel, RankAlone, ShareNotWhole
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import Share, split_dimension
 from v41.model_def.quantization import dequantize_fp8_weight, quantize_fp8_weight
@@ -186,6 +186,15 @@ def test_a_rank_that_is_none_is_refused(rank: Any, world: Any) -> None:
     with pytest.raises(NoSuchRank) as caught:
         Share(rank, world)
     assert caught.value.facts == {"rank": rank, "world": world}
+
+
+def test_a_rank_without_its_group_does_not_run() -> None:
+    config = first_layers(QUICK, 1)
+    cache = Cache.zeros(config, 1, 16)
+    with torch.device("meta"):
+        model = V41ForCausalLM(config, Share(1, 2))
+    with pytest.raises(RankAlone, match="rank 1 of 2"):
+        model(build_batch(config, cache, [Chunk(IDS[0], 0, 0, 9)]), cache)
 
 
 def test_a_part_is_no_checkpoint(tmp_path: Path) -> None:
