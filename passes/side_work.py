@@ -86,7 +86,8 @@ class Finder:
             self._opened[alike] = opened(piece.body, soon, touched)
         body, needed = self._opened[alike]
         copied = copied_nodes(body)
-        own = [node for node in body.graph.nodes if _moves(node, copied)]
+        alive = _alive(body)
+        own = [node for node in body.graph.nodes if node in alive and _moves(node, copied)]
         nodes = [node for node in own if node not in needed]
         if not any(map(_works, nodes)):
             return None
@@ -99,8 +100,8 @@ class Finder:
         body = piece.body
         ready, moving = self._ready(at, piece)
         copied = copied_nodes(body)
-        kept = _ancestors(node for node in body.graph.nodes if effect_of(node))
-        own = [node for node in body.graph.nodes if _moves(node, copied)]
+        kept, alive = _ancestors(node for node in body.graph.nodes if effect_of(node)), _alive(body)
+        own = [node for node in body.graph.nodes if node in alive and _moves(node, copied)]
         free = [node for node in own if node in moving and node not in kept]
         found = []
         for since in sorted({ready[node] for node in free if _works(node)}, reverse=True):
@@ -203,6 +204,11 @@ def _needed(body: GraphModule, soon: Sequence[int], touched: Sequence[int]) -> s
             after.add(node)
     fixed = [node for node in body.graph.nodes if effect_of(node) or (node in after and node.op == "call_function")]
     return _ancestors([*(results[i] for i in soon), *fixed])
+
+
+def _alive(body: GraphModule) -> set[Node]:
+    """Nodes that somebody needs: a piece may hold others, and nothing is to run for them."""
+    return _ancestors([*results_of(body), *(node for node in body.graph.nodes if effect_of(node))])
 
 
 def _ancestors(nodes: Iterable[Node]) -> set[Node]:

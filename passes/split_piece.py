@@ -33,8 +33,8 @@ def split_piece(
 ) -> tuple[list[Piece], dict[str, str]]:
     """What `piece` becomes, and the specs of the values that pass between its parts.
 
-    body: the same work as the piece's, with the same inputs and results. parts: all its nodes that compute, each once,
-    no part reading a later one. sizes: those of the plan.
+    body: the same work as the piece's, with the same inputs and results. parts: all its nodes that compute and that
+    somebody needs, each once, no part reading a later one. sizes: those of the plan.
     """
     inputs = body.graph.find_nodes(op="placeholder")
     (results,) = body.graph.output_node().args

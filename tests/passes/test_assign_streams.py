@@ -13,7 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from tests.invariants import check_fired_share
 from tests.side_streams import SideStreams
@@ -34,7 +34,7 @@ from v41.passes.pipeline import ALONG, CUT_AT
 from v41.passes.plan_passes import run_plan_pass
 from v41.passes.same_values import random_inputs
 from v41.passes.side_work import PARTS
-from v41.plan import Plan
+from v41.plan import Piece, Plan
 from v41.regions import flatten, region_of, regions
 from v41.report import Decision
 from v41.runtime.executor import eager_artifact, executor
@@ -172,6 +172,36 @@ def test_what_hangs_on_ids_alone_starts_at_once() -> None:
         STREAMS["early"],
     ]
     check_streams(gm, plan, made)
+
+
+def with_dead(piece: Piece) -> Piece:
+    """`piece` with a product of each input by itself that nobody reads, ahead of all else it does."""
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    inputs = piece.body.graph.find_nodes(op="placeholder")
+    copied |= {node: graph.node_copy(node) for node in inputs}
+    for node in inputs:
+        if isinstance(node.meta["val"], Tensor):
+            graph.call_function(torch.ops.aten.mul.Tensor, (copied[node],) * 2).meta["val"] = node.meta["val"]
+    for node in piece.body.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+    graph.output(tuple(copied[node] for node in side_work.results_of(piece.body)))
+    return replace(piece, body=GraphModule(piece.body, graph), key=f"{piece.key} with dead nodes")
+
+
+GATHERED = ["seam", "write", "seam", "seam", "gather", "seam"]  # ids are early, and what is looked up by them is not
+
+
+@pytest.mark.parametrize("steps", [LATE, EARLY, GATHERED], ids=["late", "early", "dead alone"])
+def test_nodes_that_nobody_needs_are_no_side_work(steps: list[str]) -> None:
+    """They hang on early values, and no late result needs them; yet there is nothing to run for them."""
+    gm, plan = compiled(*steps)
+    dead = replace(plan, pieces=tuple(map(with_dead, plan.pieces)))
+    made, decisions = assign_streams(dead, RUNGS, by_nodes)
+    assert streams_of(made) == streams_of(assign_streams(plan, RUNGS, by_nodes)[0])
+    assert len(decisions) == len(assign_streams(plan, RUNGS, by_nodes)[1])
+    check_streams(gm, dead, made)
 
 
 def test_writes_and_what_reads_them_stay() -> None:
