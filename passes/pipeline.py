@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ from v41.passes.outline_output_projection import outline_output_projection
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
 from v41.passes.same_values import check_values
 from v41.passes.trim_replay import trim_replay
-from v41.passes.verify import EFFECTS, SHARED, WRITES, Facts, facts, verify
+from v41.passes.verify import EFFECTS, SHARED, WRITES, Facts, Memory, facts, verify
 from v41.report import Decision, PassRun
 
 PassFunction = Callable[..., list[Decision]]
@@ -45,11 +45,13 @@ PassFunction = Callable[..., list[Decision]]
 
 @dataclass(frozen=True)
 class Pass:
-    """`needs`: passes that must have run. `expects`: what every V4.1 graph has, so that no site is worth a warning."""
+    """`needs`: passes that must have run. `expects`: what every V4.1 graph has, so that no site is worth a warning in
+    one; `tells`: whether its sites are found in such graphs alone."""
 
     run: PassFunction
     needs: tuple[PassFunction, ...] = ()
     expects: str | None = None
+    tells: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     breaks: tuple[str, ...] = ()  # sentences of verify.RULES that are this pass's business to break
     enabled: bool = True
@@ -65,13 +67,13 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize),
     Pass(trim_replay, needs=(canonicalize,), by_name=True),  # before regions, which are then found in both halves alike
     Pass(fold_sinkhorn, needs=(canonicalize,), expects="unrolled Sinkhorn loop"),
-    Pass(outline_mhc, needs=(fold_sinkhorn,), expects="mHC boundary"),
+    Pass(outline_mhc, needs=(fold_sinkhorn,), expects="mHC boundary", tells=True),
     Pass(outline_index_scores, needs=(canonicalize,)),  # before the gate, which would look at its top-k
     Pass(outline_gate, needs=(canonicalize,)),
     Pass(outline_experts, needs=(canonicalize,)),
     Pass(outline_attention, needs=(canonicalize,)),
     Pass(outline_output_projection, needs=(canonicalize,)),
-    Pass(outline_engram, needs=(canonicalize,)),
+    Pass(outline_engram, needs=(canonicalize,), tells=True),
     Pass(outline_compressor, needs=(canonicalize,)),
     Pass(outline_norm_quantise, needs=(outline_mhc, outline_compressor)),  # norms that lie in no other region
     Pass(fuse_all_reduce, needs=(outline_mhc,)),  # with boundaries and norms, which are regions by now
@@ -91,30 +93,35 @@ def run_pipeline(
     strict: bool = False,
     programs: bool = False,
     called: Mapping[str, str] | None = None,
+    own: Collection[str] = CUT_AT,
+    told: Callable[[str], None] = lambda name: None,
 ) -> tuple[GraphModule, list[PassRun]]:
     """The program after `passes`, and what each did. `gm` is edited; where a pass was undone, another is returned.
 
     `check` verifies every rule of verify.py after each pass, else only that the graph is sound; "numeric" also compares
     values (same_values.py). `programs` keeps the text of each program, and what changed, in its PassRun. With `strict`,
-    a pass that would be undone raises InvariantBroken or PassFailed. `called`: input -> what the user calls it.
+    a pass that would be undone raises InvariantBroken or PassFailed. `called`: input -> what the user calls it. `own`:
+    kinds of region that count as one launch. `told` hears the name of each pass as its turn comes.
     """
-    known = facts(gm) if check else None
+    memory: Memory = {}
+    known = facts(gm, memory) if check else None
     lines = lines_of(gm) if programs else None
     runs: list[PassRun] = []
     off: dict[PassFunction, str] = {}  # passes that did not run, or were undone
-    size = counts(gm, CUT_AT)
+    size = counts(gm, own)
     for each in passes:
+        told(each.name)
         missing = next((need.__name__ for need in each.needs if need in off), None)
         if missing is not None or not each.enabled:
             why = f"needs {missing}, which is off" if missing is not None else "switched off in the list of passes"
             run = _run_of(each, [], size, size, 0.0, failure=why)
         else:
             settings = each.settings | ({"called": called or {}} if each.by_name else {})
-            gm, run, size = _run(gm, each, settings, known, size, values=check == NUMERIC, strict=strict)
+            gm, run, size = _run(gm, each, settings, known, memory, size, own, values=check == NUMERIC, strict=strict)
         if run.failure is not None:
             off[each.run] = run.failure
         elif known is not None and each.breaks:
-            known = facts(gm)
+            known = facts(gm, memory)
         if lines is not None:
             before, lines = lines, lines_of(gm)
             run.program, run.changes = text_of(gm), changes(before, lines)
@@ -129,7 +136,9 @@ def _run(
     each: Pass,
     settings: dict[str, Any],
     known: Facts | None,
+    memory: Memory,
     before: Counts,
+    own: Collection[str],
     *,
     values: bool,
     strict: bool,
@@ -140,7 +149,7 @@ def _run(
     try:
         decisions = observed(gm, each.name, lambda gm: each.run(gm, **settings))
         if known is not None:
-            verify(gm, known, name=each.name, but=each.breaks)
+            verify(gm, known, name=each.name, but=each.breaks, memory=memory)
         lint(gm, bodies=known is not None)
         if values and decisions and each.by_name:
             warning = "values not compared: it rests on promises of a batch, which random numbers do not keep"
@@ -153,7 +162,7 @@ def _run(
     if decisions is None and failure is None:
         failure = SWITCHED_OFF
     milliseconds = (time.perf_counter() - start) * 1e3
-    after = before if failure else counts(gm, CUT_AT)
+    after = before if failure else counts(gm, own)
     made = _run_of(each, decisions or [], before, after, milliseconds, failure)
     made.warning = warning
     return gm, made, after
@@ -189,10 +198,11 @@ def _raised_at(error: Exception) -> str:
 
 
 def _warn(passes: Sequence[Pass], runs: Sequence[PassRun]) -> None:
-    """A pass without sites is worth a warning where another that expects some found some: the graph is of that kind."""
-    found = [each.expects is not None and bool(run.decisions) for each, run in zip(passes, runs, strict=True)]
-    for each, run in zip(passes, runs, strict=True):
-        if any(found) and each.expects is not None and not run.decisions and run.failure is None:
+    """A pass without the sites that it expects is worth a warning in a V4.1 graph alone, which others have told."""
+    pairs = [*zip(passes, runs, strict=True)]
+    for each, run in pairs:
+        told = any(other.tells and of_other.decisions for other, of_other in pairs if other is not each)
+        if told and each.expects is not None and not run.decisions and run.failure is None:
             run.warning = f"no {each.expects} found" if run.warning is None else run.warning
 
 

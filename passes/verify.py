@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import SymInt, Tensor
@@ -40,12 +40,31 @@ class Facts:
     shared: tuple[int, ...]  # for every output the first input or output that has its memory
 
 
-class Program:
-    """A program under judgement. It is propagated when the first rule asks what its values are."""
+@dataclass(frozen=True)
+class Found:
+    """What a node computed, and from what: all held, so that it is the same as long as each is the very same object."""
 
-    def __init__(self, gm: GraphModule, before: Facts | None = None) -> None:
+    value: Any
+    operands: tuple[Any, ...]  # args and kwargs of the node, its meta, the values it read
+    inside: Memory | None = None  # of a call: what the nodes of its body computed
+
+    def still(self, operands: tuple[Any, ...]) -> bool:
+        return len(operands) == len(self.operands) and all(map(is_, operands, self.operands))
+
+
+Memory = dict[Node, Found]  # from one judgement of a program to the next: most passes leave most nodes alone
+
+
+class Program:
+    """A program under judgement. It is propagated when the first rule asks what its values are.
+
+    memory: what an earlier judgement found. A node is run again only if it, or what it reads, is another than then.
+    """
+
+    def __init__(self, gm: GraphModule, before: Facts | None = None, memory: Memory | None = None) -> None:
         self.gm = gm
         self._before = before
+        self._memory = {} if memory is None else memory
 
     @cached_property
     def propagated(self) -> tuple[dict[Node, Any], Culprit | None]:
@@ -53,7 +72,8 @@ class Program:
         nodes = self.gm.graph.nodes
         mode = fake_mode_of([node.meta.get("val") for node in nodes])
         with mode or contextlib.nullcontext(), without_guards(mode):
-            return _run(self.gm, [node.meta.get("val") for node in nodes if node.op == "placeholder"], mode)
+            inputs = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
+            return _run(self.gm, inputs, mode, self._memory)
 
     @cached_property
     def now(self) -> Facts:
@@ -66,14 +86,17 @@ class Program:
         return self._before or self.now
 
 
-def facts(gm: GraphModule) -> Facts:
+def facts(gm: GraphModule, memory: Memory | None = None) -> Facts:
     """The Facts of a program that holds the rules."""
-    return Program(gm).now
+    return Program(gm, memory=memory).now
 
 
-def verify(gm: GraphModule, before: Facts, *, name: str, but: Collection[str] = ()) -> None:
-    """InvariantBroken, naming pass `name`, unless `gm` holds every rule except those listed in `but`."""
-    program = Program(gm, before)
+def verify(
+    gm: GraphModule, before: Facts, *, name: str, but: Collection[str] = (), memory: Memory | None = None
+) -> None:
+    """InvariantBroken, naming pass `name`, unless `gm` holds every rule except those listed in `but`. memory: see
+    Program."""
+    program = Program(gm, before, memory)
     for rule, find in RULES:
         culprit = find(program) if rule not in but else None
         if culprit is not None:
@@ -181,37 +204,51 @@ def _differs(program: Program, before: Sequence[object], now: Sequence[object]) 
     return program.gm.graph.output_node(), f"number {at} was {old} and is {new}"
 
 
-def _run(gm: GraphModule, inputs: Sequence[Any], mode: Any) -> tuple[dict[Node, Any], Culprit | None]:
+def _run(gm: GraphModule, inputs: Sequence[Any], mode: Any, memory: Memory) -> tuple[dict[Node, Any], Culprit | None]:
     fresh: dict[Node, Any] = {}
     given = iter(inputs)
     for node in gm.graph.nodes:
         if node.op == "output" or node.target in ASSERTS:
             continue
+        claimed, known, inside = node.meta.get("val"), memory.get(node), None
         if node.op == "get_attr":
             value = attrgetter(str(node.target))(gm)
-            fresh[node] = (
-                mode.from_tensor(value, static_shapes=True) if mode is not None and isinstance(value, Tensor) else value
-            )
-            continue
-        if node.op == "placeholder":
-            fresh[node] = next(given)
-        elif node.target is invoke_subgraph:
-            body = body_of(node)
-            inner, wrong = _run(body, map_arg(node.args[2:], fresh.__getitem__), mode)
+            operands: tuple[Any, ...] = (value, claimed)
+        elif node.op == "placeholder":
+            operands = (next(given), claimed)
+        else:
+            read = (fresh[each] for each in node.all_input_nodes)
+            operands = (node.target, node.args, node.kwargs, claimed, node.meta.get("unbacked_bindings"), *read)
+        if node.target is invoke_subgraph:  # its body may be another, though the call is the same
+            body, inside = body_of(node), {} if known is None or known.inside is None else known.inside
+            inner, wrong = _run(body, map_arg(node.args[2:], fresh.__getitem__), mode, inside)
             if wrong is not None:
                 return fresh, (node, f"in its body {wrong[0].name} {wrong[1]}")
-            fresh[node] = tuple(map_arg(body.graph.output_node().args[0], inner.__getitem__))  # type: ignore[arg-type]
+            results = map_arg(body.graph.output_node().args[0], inner.__getitem__)
+            operands = (*operands, *results)  # type: ignore[misc]
+        if known is not None and known.still(operands):
+            fresh[node] = known.value
+            continue
+        if node.op == "get_attr":
+            lift = mode is not None and isinstance(value, Tensor)
+            fresh[node] = mode.from_tensor(value, static_shapes=True) if lift else value
+        elif node.op == "placeholder":
+            fresh[node] = operands[0]
+        elif node.target is invoke_subgraph:
+            fresh[node] = tuple(results)  # type: ignore[arg-type]
         else:
             try:
                 args, kwargs = map_arg((node.args, node.kwargs), fresh.__getitem__)
                 fresh[node] = node.target(*args, **kwargs)
             except Exception as error:
                 return fresh, (node, f"does not run on its operands: {error}")
-        claimed = node.meta.get("val")
-        if node.meta.get("unbacked_bindings"):
+        if node.op == "get_attr":
+            pass
+        elif node.meta.get("unbacked_bindings"):
             fresh[node] = claimed  # its sizes are new symbols on every run
         elif (difference := _difference(claimed, fresh[node])) is not None:
             return fresh, (node, difference)
+        memory[node] = Found(fresh[node], operands, inside)
     return fresh, None
 
 

@@ -29,7 +29,8 @@ from v41.passes.pipeline import PIPELINE
 from v41.passes.plan_passes import PLAN_PASSES
 from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of
-from v41.tools.tables import add, table
+from v41.tools.progress import Step, progress
+from v41.tools.tables import add, say, table
 
 SWITCH = "TORCHINDUCTOR_DISABLED_PASSES"
 
@@ -63,8 +64,9 @@ class Bisection:
 def bisect_command(arguments: Namespace) -> int:
     console, names = console_of(arguments), (*(each.name for each in PIPELINE), *PLAN_PASSES)
     check = [word for at, word in enumerate(arguments.check) if (at, word) != (0, "--")]
-    with console.status("bisect") as status:
-        found = bisect(names, lambda on: told(status, f"bisect: {on} of {len(names)} on", check, names[on:]))
+    with progress() as bars:
+        step = bars.begin("bisect", 2 + len(names).bit_length())
+        found = bisect(names, lambda on: told(step, f"{on} of {len(names)} passes on", check, names[on:]))
     if arguments.json:
         print_json("bisect", values(found))
     else:
@@ -72,8 +74,8 @@ def bisect_command(arguments: Namespace) -> int:
     return int(not all(attempt.good for attempt in found.attempts))
 
 
-def told(status: Any, text: str, check: Sequence[str], off: Sequence[str]) -> bool:
-    status.update(text)
+def told(step: Step, text: str, check: Sequence[str], off: Sequence[str]) -> bool:
+    step(text)
     return passes_without(check, off)
 
 
@@ -114,7 +116,7 @@ def show(console: Console, found: Bisection) -> None:
         on = f"{attempt.on:{width}} of {len(found.names)}"
         add(made, on, "passes" if attempt.good else "fails", f"{attempt.seconds:.1f}")
     console.print(made)
-    console.print(found.says, soft_wrap=True)
+    say(console, found.says)
 
 
 def values(found: Bisection) -> dict[str, Any]:

@@ -14,26 +14,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of, troubled
+from v41.tools.progress import progress
 from v41.tools.run import Run
 from v41.tools.run_folder import save
 from v41.tools.sources import captured
+from v41.tools.tables import say
 
 
 def capture_command(arguments: Namespace) -> int:
     console = console_of(arguments)
-    run, folder = captured(arguments, console, changes=True), Path(arguments.out)
-    with console.status("generate kernels, write"):
+    run, folder = captured(arguments, changes=True), Path(arguments.out)
+    with progress() as bars:
+        bars.begin("generate kernels, write")
         save(run, folder)
     told = values(run, folder)
     if arguments.json:
         print_json("capture", told)
     else:
         for line in lines(told):
-            console.print(Text(line), soft_wrap=True)
+            say(console, line)
     return int(arguments.strict and any(map(troubled, run.report.passes)))
 
 

@@ -131,6 +131,7 @@ def add_memory(command: argparse.ArgumentParser) -> None:
     command.description = "What a step holds between its pieces, where it is fullest, and what graphs of a bucket need."
     add_source(command)
     add_step(command, [16, 4096])
+    command.add_argument("--all", action="store_true", help="every value that lives at the peak, every rung of rows")
     add_json(command)
 
 
@@ -194,13 +195,14 @@ def add_diff(command: argparse.ArgumentParser) -> None:
 
 
 def add_timeline(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--preset", default="tiny", metavar="NAME", help="tiny, bench or flash (tiny)")
-    command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of it")
+    command.description = "When each piece of a decode step runs, by stream: predicted; with --measure, run as well."
+    add_source(command)
     command.add_argument("--rows", type=positive, default=16, metavar="N", help="of the step (16)")
-    command.add_argument("--measure", action="store_true", help="run it too, on a GPU if there is one, random weights")
+    told = "run it too, a preset with random weights, on a GPU if there is one"
+    command.add_argument("--measure", action="store_true", help=told)
     command.add_argument("--context", type=positive, default=512, metavar="N", help="tokens of each request then (512)")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write one that Perfetto and Chrome show")
-    command.add_argument("--json", action="store_true", help="print the facts as JSON")
+    add_json(command)
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:
@@ -226,8 +228,8 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_program(program)
     add_overlap(overlap := cases.add_parser("overlap", help="decode steps with side streams against one stream"))
     add_prefill(prefill := cases.add_parser("prefill", help="prompts with late layers on all rows, and on those read"))
-    made = (boundary, rowwise, attention, index, allreduce, experts, agreement, capacity, program, overlap, prefill)
     add_tables(tables := cases.add_parser("tables", help="Engram look-ups in tables of the host: mapped, pinned"))
+    made = (boundary, rowwise, attention, index, allreduce, experts, agreement, capacity, program, overlap, prefill)
     for case in (*made, tables):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
@@ -415,7 +417,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, name = COMMANDS[arguments.command]
         return int(getattr(import_module(f"v41.tools.{module}"), name)(arguments))
     except (V41Error, ModelError) as error:
-        print(error, file=sys.stderr)
+        from v41.tools.tables import WIDTH, fitted
+
+        print("\n".join(part for line in str(error).splitlines() for part in fitted(line, WIDTH)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

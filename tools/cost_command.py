@@ -22,7 +22,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from v41.tools.formulas import evaluate
 from v41.tools.gpus import GPU, gpu_named
@@ -31,8 +30,8 @@ from v41.tools.nodes import OTHERS, PRODUCTS, WorkFacts
 from v41.tools.pass_runs import console_of, told_by
 from v41.tools.run import Run
 from v41.tools.sources import run_named
-from v41.tools.steps import Step, steps_of
-from v41.tools.tables import add, table
+from v41.tools.steps import Step, alike, heading, steps_of
+from v41.tools.tables import add, say, table
 
 
 @dataclass
@@ -70,7 +69,7 @@ class Total:
 
 def cost_command(arguments: Namespace) -> int:
     console, gpu = console_of(arguments), gpu_named(arguments.gpu)
-    run = run_named(arguments, console)
+    run = run_named(arguments)
     steps = steps_of(run.plan, run.config, arguments.tokens, arguments.context, dict(arguments.size))
     if arguments.json:
         print_json("cost", values(run, steps, gpu))
@@ -97,12 +96,12 @@ def unknown(work: Sequence[WorkFacts]) -> tuple[str, ...]:
 
 
 def show(console: Console, run: Run, steps: Sequence[Step], gpu: GPU) -> None:
-    for step in steps:
-        console.print(Text(f"{step} on {gpu.name}", "bold"), soft_wrap=True)
-        console.print(costs_table(totals(run.work, step, gpu), gpu))
+    for same in alike(steps):
+        say(console, f"{heading(same)} on {gpu.name}", "bold")
+        console.print(costs_table(totals(run.work, same[0], gpu), gpu))
         console.print()
     for line in remarks(run, gpu):
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
 
 
 def costs_table(found: Sequence[Total], gpu: GPU) -> Table:

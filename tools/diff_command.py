@@ -18,13 +18,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from rich.text import Text
-
 from v41.errors import NoChangesKept
 from v41.passes.changes import operator_of
 from v41.report import Change, PassRun
 from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of, pass_named, told_of, troubled
+from v41.tools.tables import say
 
 SIGNS = {"added": "+", "removed": "-", "rewired": "~", "moved": ">"}
 STYLES = {"added": "green", "removed": "red", "rewired": "yellow", "moved": "cyan"}
@@ -39,9 +38,9 @@ def diff_command(arguments: Namespace) -> int:
     if arguments.json:
         print_json("diff", {"pass": run.name, "changes": [asdict(change) for change in run.changes]})
     else:
-        console.print(Text(head(run), "bold"), soft_wrap=True)
+        say(console, head(run), "bold")
         for kind, line in lines(run.changes, everything=arguments.all):
-            console.print(Text(line, STYLES[kind]), soft_wrap=True)
+            say(console, line, STYLES[kind])
     return int(arguments.strict and troubled(run))
 
 

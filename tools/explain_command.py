@@ -22,8 +22,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.text import Text
-
 from v41.errors import AmbiguousNode, UnknownNode
 from v41.plan import Piece
 from v41.report import Change
@@ -34,6 +32,7 @@ from v41.tools.nodes import NodeFacts
 from v41.tools.pass_runs import console_of
 from v41.tools.run import Run
 from v41.tools.sources import run_named
+from v41.tools.tables import say
 
 LISTED = 12  # nodes of one name, or calls of one body, that are told
 
@@ -48,13 +47,13 @@ class Story:
 
 def explain_command(arguments: Namespace) -> int:
     console = console_of(arguments)
-    run = run_named(arguments, console, changes=True)
+    run = run_named(arguments, changes=True)
     stories = explain(run, arguments.name)
     if arguments.json:
         print_json("explain", {"source": run.source, "name": arguments.name, "found": [asdict(s) for s in stories]})
     else:
         for line in lines(stories):
-            console.print(Text(line), soft_wrap=True)
+            say(console, line)
     return 0
 
 
@@ -63,7 +62,7 @@ def lines(stories: Sequence[Story]) -> Iterator[str]:
         yield story.title
         for label, told in story.facts.items():
             for number, line in enumerate(told):
-                yield f"  {label if number == 0 else '':7} {line}"
+                yield f"  {label if number == 0 else '':7}  {line}"
 
 
 def explain(run: Run, name: str) -> list[Story]:

@@ -25,9 +25,9 @@ from v41.tools.explain_command import lines
 from v41.tools.html_page import page
 from v41.tools.inspect import capture_call
 from v41.tools.inspect_command import show_inspection
-from v41.tools.pass_runs import WIDTH
 from v41.tools.run import Run, run_of
 from v41.tools.run_folder import save, write_whole
+from v41.tools.tables import WIDTH
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from v41.backend import effective_codegen
 from v41.errors import NoSuchDevice
@@ -34,12 +32,14 @@ from v41.tools.compare import Agreement, agree
 from v41.tools.engram_tables import place_tables
 from v41.tools.generate_view import show_all, values
 from v41.tools.json_output import print_json
-from v41.tools.last_bits import reference
+from v41.tools.last_bits import NUDGED, reference
+from v41.tools.pass_runs import console_of
+from v41.tools.progress import Bars, progress
 from v41.tools.ranks import alike, joined, own_device, random_model
 from v41.tools.recording import Recording, record, replay, steps_needed
 from v41.tools.vocabulary import Vocabulary, vocabulary_of
 
-WIDTH = 120
+RUNS = 3 + NUDGED  # of a comparison: eager, the exact one, those with other last bits, the compiled one
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,10 @@ class Outcome:
 
 
 def generate_command(arguments: Namespace) -> int:
-    console = Console(stderr=arguments.json)
-    console.width = max(console.width, WIDTH)  # a narrow terminal wraps lines; a table cut short would hide figures
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = console_of(arguments)
     device = checked_device(own_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")))
-    with joined(device) as share:
-        quiet = share.rank > 0 or not console.is_terminal
-        with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
-            outcome = carry_out(arguments, progress, device, share)
+    with joined(device) as share, progress(quiet=share.rank > 0) as bars:
+        outcome = carry_out(arguments, bars, device, share)
     if share.rank > 0:
         return 0 if outcome.holds else 1
     if arguments.json:
@@ -82,12 +78,12 @@ def generate_command(arguments: Namespace) -> int:
     return 0 if outcome.holds else 1
 
 
-def carry_out(arguments: Namespace, progress: Progress, device: str, share: Share = WHOLE) -> Outcome:
+def carry_out(arguments: Namespace, bars: Bars, device: str, share: Share = WHOLE) -> Outcome:
     """Everything but the printing."""
     effective_codegen(Options(codegen=arguments.codegen), torch.device(device))  # refuses what would fail later
     source = arguments.checkpoint if arguments.checkpoint is not None else f"preset {preset(arguments)}"
     source += f", shared by {share.world} ranks" if share.world > 1 else ""
-    model = build_model(arguments, 0, device, loading(progress), share)
+    model = build_model(arguments, 0, device, loading(bars), share)
     place_tables(model, arguments.tables, device)
     config = model.config
     vocabulary = vocabulary_of(config, arguments.checkpoint)
@@ -98,18 +94,14 @@ def carry_out(arguments: Namespace, progress: Progress, device: str, share: Shar
     settings: dict[str, Any] = {"tokens": arguments.tokens, "chunk": arguments.chunk, "device": device}
     steps = steps_needed(prompts, arguments.tokens, arguments.chunk)
 
-    def advancing(what: str) -> Callable[[], None]:
-        task = progress.add_task(what, total=steps)
-        return lambda: progress.advance(task)
-
     agreements = {}
     with collect() as reports:
-        tick = advancing("compile, read and write")
+        tick = bars.begin("compile, read and write", steps)
         made = record(compiled, config, prompts, **settings, choose=choose, progress=tick)
         for seed in range(arguments.seeds if arguments.compare_eager else 0):
             if seed and not arguments.checkpoint:
                 model.load_state_dict(build_model(arguments, seed, device, share=share).state_dict())
-            tick = advancing(f"compare with eager, seed {seed}")
+            tick = bars.begin(f"compare with eager, seed {seed}", steps * RUNS)
             agreements[seed] = compare(model, compiled, prompts, seed, settings, tick)
     with torch.device("meta"):
         counts = count(model if share.world == 1 else V41ForCausalLM(config))
@@ -127,10 +119,10 @@ def checked_device(device: str) -> str:
     return device
 
 
-def loading(progress: Progress) -> Hear:
+def loading(bars: Bars) -> Hear:
     """Shows how much of a checkpoint has been read, in MB."""
-    task = progress.add_task("read the checkpoint", visible=False)
-    return lambda done, whole: progress.update(task, completed=done // 10**6, total=whole // 10**6, visible=True)
+    shown = bars.amount("read the checkpoint, MB")
+    return lambda done, whole: shown(done // 10**6, whole // 10**6)
 
 
 def generator_of(device: str, seed: int) -> torch.Generator:
@@ -164,5 +156,5 @@ def compare(
 ) -> tuple[Agreement, list[tuple[int, int]]]:
     """Eager writes, with tokens drawn by `seed`; the others read the same."""
     eager, last_bits = reference(model, prompts, seed, settings, tick)
-    logits = replay(compiled, model.config, eager, settings["device"])
+    logits = replay(compiled, model.config, eager, settings["device"], tick)
     return agree(eager.logits, logits, last_bits), eager.places

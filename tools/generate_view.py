@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from v41.report import PassRun
 from v41.tools.compare import KL_LIMIT, MOVE_LIMIT, Agreement, Row, join
 from v41.tools.expected import regions_expected, regions_found, regions_table, regions_values
 from v41.tools.report_view import as_json, show
-from v41.tools.tables import add, table
+from v41.tools.tables import add, say, table
 
 if TYPE_CHECKING:
     from v41.model_def.checkpoint import LoadSummary
@@ -26,11 +25,11 @@ SHOWN = 5  # rows that break the criterion
 def show_all(console: Console, outcome: Outcome) -> None:
     heading(console, headline(outcome))
     if outcome.loaded:
-        console.print(Text(reading(outcome.loaded)), soft_wrap=True)
+        say(console, reading(outcome.loaded))
     show_text(console, outcome)
     if outcome.share.world > 1:
         said = "have the same bits on all" if outcome.alike else "DIFFER between"
-        console.print(Text(f"logits {said} {outcome.share.world} ranks"), soft_wrap=True)
+        say(console, f"logits {said} {outcome.share.world} ranks")
     if outcome.agreements:
         heading(console, "agreement with eager, both fed eager's tokens; a row of logits per request and step")
         show_agreement(console, outcome)
@@ -46,7 +45,7 @@ def by_config(outcome: Outcome) -> dict[str, int]:
 
 
 def heading(console: Console, text: str) -> None:
-    console.print(Text(f"\n{text}", "bold cyan"), soft_wrap=True)
+    say(console, f"\n{text}", "bold cyan")
 
 
 def headline(outcome: Outcome) -> str:
@@ -70,7 +69,7 @@ def show_text(console: Console, outcome: Outcome) -> None:
         add(made, str(number), len(prompt), visible(end), visible(rest))
     console.print(made)
     if outcome.source.startswith("preset"):
-        console.print(Text("random weights: what follows is noise, but the same noise eager writes"), soft_wrap=True)
+        say(console, "random weights: what follows is noise, but the same noise eager writes")
     first, *later = outcome.made.steps
     rows, seconds = sum(step.rows for step in later), sum(step.seconds for step in later)
     console.print()
@@ -93,10 +92,10 @@ def show_agreement(console: Console, outcome: Outcome) -> None:
     whole = join(agreement for agreement, _ in outcome.agreements.values())
     add(made, "all", *columns(whole))
     console.print(made)
-    console.print(Text(verdict(whole), "bold green" if whole.holds else "bold red"), soft_wrap=True)
+    say(console, verdict(whole), "bold green" if whole.holds else "bold red")
     for seed, row, request, position in failures(outcome)[:SHOWN]:
         line = f"         seed {seed}, request {request}, position {position}: KL {row.kl:.3g}, gap {row.gap:.3g}, "
-        console.print(Text(f"{line}last bits move it {row.deviation:.3g}"), soft_wrap=True)
+        say(console, f"{line}last bits move it {row.deviation:.3g}")
 
 
 def columns(found: Agreement) -> tuple[int | float | None, ...]:

@@ -2,7 +2,7 @@
 
     capture(build) -> Inspection     `build` makes the model; its tensors and the cache have no storage
     capture_call(make)               any model: `make` returns it with the inputs of the call that is traced
-    layers(inspection)               for each layer the regions and refusals found among what reads its parameters
+    layers(inspection)               for each layer its regions, refusals, and the pieces that end in it
 
 Dynamo, AOTAutograd, the passes and the partition run as they do in torch.compile; then it stops, before any piece is
 compiled for a device and before anything runs. So 40 layers at released widths need no weights and no GPU.
@@ -14,13 +14,14 @@ import contextlib
 import re
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from v41._compat import input_name, without_storage
 from v41._compat_tools import not_whole
@@ -29,12 +30,14 @@ from v41.model_def.batch import Batch, Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
+from v41.passes.pipeline import PIPELINE
 from v41.plan import Piece, Plan
-from v41.regions import Region, region_of, regions
+from v41.regions import Region, body_of, is_region, region_of
 from v41.report import CompileReport, Decision, collect, publish
+from v41.tools.nodes import module_of
 from v41.tools.planning import plan_only
 
-PHASES = ("model", "Dynamo", "AOTAutograd, passes, partition")  # of a capture, in order
+PHASES = ("model", "Dynamo", "AOTAutograd", *(each.name for each in PIPELINE), "partition")  # of a capture, in order
 CHUNKS = (23, 40, 1)  # rows of each request in the traced step; the program is the same for any
 
 
@@ -59,7 +62,7 @@ class Inspection:
 
 @dataclass
 class LayerView:
-    """What the compiler found among the pieces that read parameters of one layer."""
+    """What the compiler found in one layer, and the pieces of which it is the last."""
 
     layer: int | None  # None: before the first layer and after the last
     regions: list[Region] = field(default_factory=list)
@@ -103,7 +106,7 @@ def capture_call(
         seconds["dynamo"] = clock() - start - seconds["model"]
         names.extend(input_name(node) for node in gm.graph.nodes if node.op == "placeholder")
         told(PHASES[2])
-        publish(plan_only(gm, inputs, codegen, verify))
+        publish(plan_only(gm, inputs, codegen, verify, told))
 
         def stop(*_: Any) -> Any:
             raise Captured
@@ -132,7 +135,8 @@ def first_line(error: Exception) -> str:
 
 
 def layers(inspection: Inspection) -> list[LayerView]:
-    """One view a layer, in order; what reads no layer's parameters belongs to the layer before it."""
+    """One view a layer, in order. A piece belongs to the last layer whose parameters it reads, one that reads none to
+    that of the piece before; regions and refusals in it to their own layer (layer_within)."""
     config, parameters = inspection.config, inspection.parameters
     numbers = range(config.num_hidden_layers) if config else sorted({*layers_named(parameters.values())})
     views = {layer: LayerView(layer) for layer in (None, *numbers)}
@@ -140,13 +144,28 @@ def layers(inspection: Inspection) -> list[LayerView]:
     current: int | None = None
     for piece in inspection.plan.pieces:
         outside = reads_ends(piece, parameters)
-        read = layers_named(parameters.get(name, "") for name in piece.reads)
+        read = {*layers_named(parameters.get(name, "") for name in piece.reads)}
         current = max(read, default=None if outside else current)
-        view = views[current]
-        view.pieces.append(piece)
-        view.regions += [region_of(call) for call in regions(piece.body)]
-        view.refused += [refused[node.name] for node in piece.body.graph.nodes if node.name in refused]
+        views[current].pieces.append(piece)
+        for node in piece.body.graph.nodes:
+            if is_region(node):
+                views[layer_within(node, read, current, parameters)].regions.append(region_of(node))
+            if node.name in refused:
+                views[layer_within(node, read, current, parameters)].refused.append(refused[node.name])
     return list(views.values())
+
+
+def layer_within(node: Node, read: Collection[int], last: int | None, parameters: Mapping[str, str]) -> int | None:
+    """The layer of `node` in a piece that reads parameters of the layers `read`, and counts to `last`: that of the
+    parameters that it reads itself, else of the module that it was traced in, where that is one of `read`: a body that
+    layers share was traced in the first of them alone."""
+    given = layers_named(parameters.get(each.name, "") for each in node.all_input_nodes)
+    if (own := max(given, default=None)) is not None:
+        return own
+    inside = body_of(node).graph.nodes if is_region(node) else [node]
+    paths = (f"{module_of(each) or ''}." for each in inside)
+    found = Counter(layer for path in paths for layer in layers_named([path]) if layer in read)
+    return found.most_common(1)[0][0] if found else last
 
 
 def layers_named(parameters: Iterable[str]) -> Iterator[int]:

@@ -1,13 +1,14 @@
 """`v41 inspect`: every layer of a model with its role, regions and refusals, then what the passes did and took.
 
-    layer  role            regions                                                           pieces
+    layer  role            regions                                                    pieces ending
     0      window          mhc_boundary entry #1, mhc_boundary seam #2                            4
     1      window, Engram  mhc_boundary seam #2, mhc_boundary seam #2, mhc_post #3                6
     #1     mhc_boundary  streams=4 hidden=5120 ...  in layers 0              one line for each set of attributes
     refused  in layer 23: "the carried pre comes from an earlier boundary", broken by one_hot
              model_def/model.py:97  A = one_hot(0, S).expand(T, S)
 
-With --against it prints what differs from a run, or an inspection, saved before.
+Regions stand in the layer whose parameters they read, or else in whose module they are; a piece may hold work of
+several layers, and ends in the last. With --against it prints what differs from a run, or an inspection, saved before.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from v41.tools.report_view import show
 from v41.tools.run import Run
 from v41.tools.run_folder import MAIN, layer_values, run_values, write_whole
 from v41.tools.sources import run_named
-from v41.tools.tables import add, table
+from v41.tools.tables import add, say, table
 
 
 def inspect_command(arguments: Namespace) -> int:
     console = console_of(arguments)
     saved = saved_layers(arguments.against) if arguments.against else None
-    run = run_named(arguments, console, changes=arguments.changes or arguments.html is not None)
+    run = run_named(arguments, changes=arguments.changes or arguments.html is not None)
     export(arguments, run)
     if arguments.json:
         print_json("inspect", values(run, changes=arguments.changes))
@@ -70,7 +71,7 @@ def show_changes(console: Console, before: list[LayerValues], now: list[LayerVal
     """Prints what differs, and whether something does."""
     found = changes(before, now)
     for layer, text in found:
-        console.print(Text(f"layer {'-' if layer is None else layer:<3} {text}"), soft_wrap=True)
+        say(console, f"layer {'-' if layer is None else layer:<3} {text}")
     if not found:
         console.print("nothing differs")
     return bool(found)
@@ -90,7 +91,7 @@ def saved_layers(path: Path) -> list[LayerValues]:
 
 def show_inspection(console: Console, run: Run) -> None:
     views, numbers = run.layers, numbered(run.layers)
-    by_layer = table("layer", "role", "regions", "pieces", left=3)
+    by_layer = table("layer", "role", "regions", "pieces ending", left=3)
     for view in views:
         found = ", ".join(f"{region.name} #{numbers[text_of(region)]}" for region in view.regions)
         add(by_layer, view.layer, role_told(run, view.layer), found or None, len(view.pieces))
@@ -99,10 +100,10 @@ def show_inspection(console: Console, run: Run) -> None:
     for text, number in numbers.items():
         sites = [(view.layer, region) for view in views for region in view.regions if text_of(region) == text]
         where = ", ".join(dict.fromkeys("-" if layer is None else str(layer) for layer, _ in sites))
-        console.print(Text(f"#{number:<5} {brief(sites[0][1])}"), soft_wrap=True)
-        console.print(Text(f"       {len(sites)} site{'s' * (len(sites) > 1)}, in layers {where}"), soft_wrap=True)
+        say(console, f"#{number:<5} {brief(sites[0][1])}")
+        say(console, f"       {len(sites)} site{'s' * (len(sites) > 1)}, in layers {where}")
     for line in refusals(views):
-        console.print(Text(line, "yellow"), soft_wrap=True)
+        say(console, line, "yellow")
     console.print()
     console.print(artifacts_table(run.plan))
     console.print()
@@ -110,8 +111,9 @@ def show_inspection(console: Console, run: Run) -> None:
     console.print()
     console.print(regions_table(regions_found(run.report.passes), run.by_config))
     console.print()
-    phases = table(*run.seconds, "cpu total", "peak MiB", left=0)
-    times = [f"{value:.1f}" for value in (*run.seconds.values(), run.cpu_seconds)]
+    more = {name: value for name, value in run.seconds.items() if name not in run.report.seconds}
+    phases = table(*(f"{name} s" for name in more), "cpu s", "peak MiB", left=0)
+    times = [f"{value:.1f}" for value in (*more.values(), run.cpu_seconds)]
     add(phases, *times, round(run.peak_mib))
     console.print(phases)
 

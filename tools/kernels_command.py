@@ -20,28 +20,27 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
 from v41.errors import UnknownKernel
 from v41.tools.json_output import print_json
 from v41.tools.kernels import Compiled, KernelFacts, compiled
 from v41.tools.nearest import choices
 from v41.tools.pass_runs import console_of
+from v41.tools.progress import progress
 from v41.tools.run import Run
 from v41.tools.sources import run_named
-from v41.tools.tables import add, table
+from v41.tools.tables import add, say, table
 
 
 def kernels_command(arguments: Namespace) -> int:
     console = console_of(arguments)
-    run = run_named(arguments, console)
+    run = run_named(arguments)
     if arguments.show is not None:
         print(kernel_named(run.kernels, arguments.show).source, end="")
         return 0
     made = [kernel for kernel in run.kernels if kernel.refusal is None]
-    found = for_arch(made, arguments.arch, arguments.rows, console) if arguments.arch is not None else None
+    found = for_arch(made, arguments.arch, arguments.rows) if arguments.arch is not None else None
     if arguments.json:
         print_json("kernels", values(run, found))
     else:
@@ -60,16 +59,9 @@ def kernel_named(kernels: Sequence[KernelFacts], name: str) -> KernelFacts:
     return found[0]
 
 
-def for_arch(kernels: Sequence[KernelFacts], arch: str, rows: Sequence[int], console: Console) -> list[Compiled]:
-    columns = (TextColumn("compile {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("kernels", total=len(kernels))
-
-        def told(name: str) -> None:
-            progress.update(task, description=name, completed=names.index(name))
-
-        names = [kernel.name for kernel in kernels]
-        return list(compiled(kernels, arch, rows, told))
+def for_arch(kernels: Sequence[KernelFacts], arch: str, rows: Sequence[int]) -> list[Compiled]:
+    with progress() as bars:
+        return list(compiled(kernels, arch, rows, bars.begin("compile", len(kernels))))
 
 
 def show(
@@ -80,9 +72,9 @@ def show(
         return
     console.print(launches_table(kernels, rows))
     for line in refusals(kernels):
-        console.print(Text(line, "yellow"), soft_wrap=True)
+        say(console, line, "yellow")
     if found is None:
-        console.print(Text("sizes     registers, spills and bytes: --arch sm_90 compiles for that GPU"))
+        say(console, "sizes     registers, spills and bytes: --arch sm_90 compiles for that GPU")
         return
     console.print()
     console.print(compiled_table(found))

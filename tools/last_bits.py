@@ -51,12 +51,12 @@ def reference(
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Recording, Tensor]:
     """What eager writes with tokens drawn by `seed`; the logits of the others over the same, [1 + NUDGED, N, V]: the
-    exact run first."""
+    exact run first. tick: is called after every step of each of these runs."""
     device = settings["device"]
     choose = sampling(1.0, torch.Generator(device).manual_seed(seed))
     eager = record(model, model.config, prompts, **settings, choose=choose, progress=tick)
     logits = []
     for mode in (Exact(), *map(Nudged, range(NUDGED))):
         with mode:
-            logits.append(replay(model, model.config, eager, device))
+            logits.append(replay(model, model.config, eager, device, tick))
     return eager, torch.stack(logits)

@@ -5,7 +5,7 @@
     value    spec                born     dies     MiB        what lives there, the largest first
     read only MiB  written MiB  inputs copied MiB  values at most MiB
 
-    rows  graph pool MiB             for each rung up to which a step is captured whole: values and copied inputs
+    rows  graph pool MiB             of captured steps: values and copied inputs; --all: for each rung of rows
 
 As far as the plan knows: values between pieces. What a piece holds while it runs, and how an allocator rounds and
 splits, come on top. Weights and caches are as large as captured: `v41 capture` takes the smallest cache that does.
@@ -20,7 +20,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from v41.model_def.buckets import Buckets
 from v41.plan import Buffer, Plan
@@ -29,8 +28,8 @@ from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of
 from v41.tools.run import Run
 from v41.tools.sources import run_named
-from v41.tools.steps import Step, step_of_rows, steps_of
-from v41.tools.tables import add, table
+from v41.tools.steps import Step, alike, heading, step_of_rows, steps_of
+from v41.tools.tables import add, say, table
 
 MIB, WIDTH, LISTED = 2**20, 72, 8
 BARS = "▁▂▃▄▅▆▇█"
@@ -59,7 +58,7 @@ class Memory:
 
 def memory_command(arguments: Namespace) -> int:
     console = console_of(arguments)
-    run = run_named(arguments, console)
+    run = run_named(arguments)
     given = dict(arguments.size)
     steps = steps_of(run.plan, run.config, arguments.tokens, arguments.context, given)
     found = [memory_of(run.plan, step) for step in steps]
@@ -67,7 +66,7 @@ def memory_command(arguments: Namespace) -> int:
     if arguments.json:
         print_json("memory", values(run, found, pools))
     else:
-        show(console, run, found, pools)
+        show(console, run, found, pools, everything=arguments.all)
     return 0
 
 
@@ -100,18 +99,25 @@ def pools_of(run: Run, context: int, given: dict[str, int]) -> list[Memory]:
     return [memory_of(run.plan, step) for step in steps]
 
 
-def show(console: Console, run: Run, found: Sequence[Memory], pools: Sequence[Memory]) -> None:
-    for memory in found:
-        console.print(Text(str(memory.step), "bold"), soft_wrap=True)
+def show(
+    console: Console, run: Run, found: Sequence[Memory], pools: Sequence[Memory], *, everything: bool = False
+) -> None:
+    by_step, groups = {id(each.step): each for each in found}, alike([each.step for each in found])
+    found = [by_step[id(same[0])] for same in groups]
+    for memory, same in zip(found, groups, strict=True):
+        say(console, heading(same), "bold")
         for line in curve_lines(run.plan, memory):
-            console.print(Text(line), soft_wrap=True)
-        console.print(fullest_table(run.plan, memory))
+            say(console, line)
+        console.print(fullest_table(run.plan, memory, None if everything else LISTED))
         console.print()
     console.print(totals_table(found))
     if pools:
         console.print()
-        console.print(pools_table(pools))
-    console.print(Text("between pieces alone: what a piece holds while it runs comes on top; caches are as captured"))
+        shown = pools if everything else fewer(pools)
+        console.print(pools_table(shown, pools))
+        if len(shown) < len(pools):
+            say(console, f"and {len(pools) - len(shown)} more numbers of rows between these: --all")
+    say(console, "between pieces alone: what a piece holds while it runs comes on top; caches are as captured")
 
 
 def curve_lines(plan: Plan, memory: Memory) -> Iterator[str]:
@@ -127,12 +133,13 @@ def sparkline(curve: Sequence[int], width: int = WIDTH) -> str:
     return "".join(BARS[(len(BARS) - 1) * value // top if top else 0] for value in columns)
 
 
-def fullest_table(plan: Plan, memory: Memory) -> Table:
+def fullest_table(plan: Plan, memory: Memory, most: int | None = LISTED) -> Table:
     made = table("value", "spec", "born", "dies", "MiB", left=4)
-    for buffer, size in memory.fullest[:LISTED]:
+    most = len(memory.fullest) if most is None else most
+    for buffer, size in memory.fullest[:most]:
         dies = plan.pieces[buffer.dies].name if buffer.dies < len(plan.pieces) else "returned"
         add(made, buffer.name, buffer.spec, buffer.owner, dies, size / MIB)
-    rest = memory.fullest[LISTED:]
+    rest = memory.fullest[most:]
     if rest:
         add(made, f"and {len(rest)} more", None, None, None, sum(size for _, size in rest) / MIB)
     return made
@@ -145,12 +152,20 @@ def totals_table(found: Sequence[Memory]) -> Table:
     return made
 
 
-def pools_table(pools: Sequence[Memory]) -> Table:
-    """Each graph finds the pool empty, so all together take what the largest does."""
-    made = table("captured rows", "values MiB", "inputs copied MiB", "pool MiB")
-    largest = 0
+def fewer(pools: Sequence[Memory]) -> list[Memory]:
+    """The smallest, those of four times as many rows each, and the largest."""
+    kept: list[Memory] = []
     for each in pools:
-        largest = max(largest, each.peak)
+        if not kept or each.step.sizes["rows"] >= 4 * kept[-1].step.sizes["rows"] or each is pools[-1]:
+            kept.append(each)
+    return kept
+
+
+def pools_table(shown: Sequence[Memory], pools: Sequence[Memory]) -> Table:
+    """Each graph finds the pool empty, so all up to a number of rows take what the largest of them does."""
+    made = table("captured rows", "values MiB", "inputs copied MiB", "pool MiB")
+    for each in shown:
+        largest = max(one.peak for one in pools if one.step.sizes["rows"] <= each.step.sizes["rows"])
         add(made, each.step.sizes["rows"], each.peak / MIB, each.copied / MIB, largest / MIB)
     return made
 

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from v41.plan import Plan
 from v41.tools.json_output import print_json
@@ -27,12 +26,12 @@ from v41.tools.pass_runs import console_of, told_by
 from v41.tools.plan_view import borders, borders_table, rounding_table, rounding_values
 from v41.tools.run import Run
 from v41.tools.sources import run_named
-from v41.tools.tables import add, table
+from v41.tools.tables import add, say, table
 
 
 def partition_command(arguments: Namespace) -> int:
     console = console_of(arguments)
-    run = run_named(arguments, console)
+    run = run_named(arguments)
     if arguments.json:
         facts = {"source": run.source, "layers": run.layer_of, "borders": borders(run.plan)}
         print_json("partition", facts | {"rounding": rounding_values(run.plan), "plan": json.loads(run.plan.to_json())})
@@ -44,7 +43,7 @@ def partition_command(arguments: Namespace) -> int:
 def show(console: Console, run: Run) -> None:
     console.print(pieces_table(run))
     for line in remarks(run.plan):
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
     for made in (borders_table(run.plan), rounding_table(run.plan)):
         if made is not None:
             console.print()

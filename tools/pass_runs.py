@@ -25,8 +25,7 @@ from v41.tools.nearest import choices
 from v41.tools.run import Run
 from v41.tools.saved_passes import run_from
 from v41.tools.sources import is_run, run_named
-
-WIDTH = 100
+from v41.tools.tables import WIDTH
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Told:
     runs: list[PassRun]
     by_config: dict[str, int] | None
     run: Run | None = None  # where a whole run is there, and not its passes alone
+    seconds: float | None = None  # that all passes took together, what lies between them included
 
     @property
     def differences(self) -> list[str]:
@@ -69,7 +69,7 @@ def told_of(arguments: Namespace, console: Console, *, changes: bool = False) ->
         return saved
     if not is_run(arguments.model):
         pass_named([*(idle(each.name) for each in PIPELINE), *map(idle, PLAN_PASSES)], name)
-    found = told_by(run_named(arguments, console, changes=changes), changes=changes)
+    found = told_by(run_named(arguments, changes=changes), changes=changes)
     if name in PLAN_PASSES and all(run.name != name for run in found.runs):
         found = replace(found, runs=[*found.runs, idle(name)])  # a plan passes them by where nothing is of their kind
     pass_named(found.runs, name)
@@ -85,7 +85,7 @@ def told_by(run: Run, *, changes: bool = False) -> Told:
     runs = run.report.passes
     if changes and run.changes is not None:
         runs = [replace(each, changes=run.changes.get(each.name)) for each in runs]
-    return Told(runs, run.by_config, run)
+    return Told(runs, run.by_config, run, run.report.seconds.get("passes"))
 
 
 def pass_named(runs: Sequence[PassRun], name: str | None) -> PassRun | None:
@@ -104,7 +104,8 @@ def saved_runs(path: Path) -> Told:
         if len(graphs) != 1:
             raise ValueError(f"{len(graphs)} graphs, where one is needed")
         runs = [run_from(values) for values in graphs[0]["passes"]]
-        by_config = saved["regions"]["by_config"]
-        return Told(runs, by_config and {str(name): int(count) for name, count in by_config.items()})
+        by_config, seconds = saved["regions"]["by_config"], graphs[0]["seconds"].get("passes")
+        wanted = by_config and {str(name): int(count) for name, count in by_config.items()}
+        return Told(runs, wanted, seconds=None if seconds is None else float(seconds))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise NoInspection(str(path), reason=f"{type(error).__name__}: {error}") from error

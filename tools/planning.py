@@ -29,8 +29,14 @@ WHO = {
 }
 
 
-def plan_only(gm: GraphModule, inputs: Sequence[Any], codegen: str, verify: bool | str = False) -> CompileReport:
-    """The report of `gm`, with its plan. verify: the backend's option of that name."""
+def plan_only(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    codegen: str,
+    verify: bool | str = False,
+    heard: Callable[[str], None] = lambda phase: None,
+) -> CompileReport:
+    """The report of `gm`, with its plan. verify: the backend's option of that name. heard: is told what begins."""
     options, order = parse({"verify": verify}, None), ORDERS[codegen]
     refuse_gradients(gm, inputs)
     report = CompileReport(graph_break=graph_break(gm), recompiles=times_compiled_before())
@@ -42,7 +48,7 @@ def plan_only(gm: GraphModule, inputs: Sequence[Any], codegen: str, verify: bool
 
     def inference(aten: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         report.seconds["aot_autograd"] = time.perf_counter() - start
-        plan = report.plan = in_buckets(planned(aten, order, options, report, names), {})
+        plan = report.plan = in_buckets(planned(aten, order, options, report, names, heard), {})
         report.pieces, report.artifacts = len(plan.pieces), len(plan.keys)
         return _nothing
 

@@ -1,7 +1,7 @@
 """record and replay: what a ragged generation read, wrote and computed, so that another run can be fed the very same.
 
-    record   prompts -> Recording: tokens, and per step its rows, its logits, its time
-    replay   the same steps with the tokens already known (teacher forcing), on a cache of its own -> logits alone
+record   prompts -> Recording: tokens, and per step its rows, its logits, its time
+replay   the same steps with the tokens already known (teacher forcing), on a cache of its own -> logits alone
 """
 
 from __future__ import annotations
@@ -71,10 +71,12 @@ def record(
     return Recording([request.ids for request in requests], [len(prompt) for prompt in prompts], chunk, steps)
 
 
-def replay(forward: Forward, config: V41Config, made: Recording, device: str = "cpu") -> Tensor:
+def replay(
+    forward: Forward, config: V41Config, made: Recording, device: str = "cpu", progress: Progress = lambda: None
+) -> Tensor:
     """The logits of `forward` over the steps of a recording: [N, V], rows as in `made.logits`."""
     requests = [Request.forced(ids, prompt) for ids, prompt in zip(made.requests, made.prompts, strict=True)]
-    return torch.cat([step.logits for step in run(forward, config, requests, made.chunk, device)])
+    return torch.cat([step.logits for step in run(forward, config, requests, made.chunk, device, progress=progress)])
 
 
 def run(

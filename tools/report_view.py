@@ -11,18 +11,20 @@ Nothing is looked up elsewhere: what a CompileReport does not hold is not shown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from v41.passes.plan_passes import PLAN_PASSES
 from v41.report import CompileReport, Decision, PassRun
 from v41.tools.captures_view import capture_remarks, capture_values, captures_table
 from v41.tools.plan_view import borders, borders_table, rounding_table, rounding_values
-from v41.tools.tables import add, table
+from v41.tools.tables import add, say, table
+
+BETWEEN = "between passes"
 
 
 def show(console: Console, reports: Sequence[CompileReport]) -> None:
@@ -33,19 +35,22 @@ def show(console: Console, reports: Sequence[CompileReport]) -> None:
         if number > 1:
             console.print()
         if len(reports) > 1:
-            console.print(Text(f"graph {number} of {len(reports)}", "bold"))
+            say(console, f"graph {number} of {len(reports)}", "bold")
         if report.given_up is not None:
-            console.print(Text(f"given up {report.given_up}", "yellow"), soft_wrap=True)
+            say(console, f"given up {report.given_up}", "yellow")
             continue
-        console.print(passes_table(report.passes))
+        console.print(passes_table(report.passes, seconds=report.seconds.get("passes")))
         for line in remarks(report.passes):
-            console.print(Text(line), soft_wrap=True)
+            say(console, line)
         console.print()
         console.print(program_table(report))
-        console.print(Text(f"{'cache':9}{report.cache}"), soft_wrap=True)
+        if report.seconds:
+            console.print()
+            console.print(seconds_table(report.seconds))
+        say(console, f"{'cache':9}{report.cache}")
         for label, lines in (("fallback", report.fallbacks), ("break", [report.graph_break])):
             for line in filter(None, lines):
-                console.print(Text(f"{label:9}{line}", "yellow"), soft_wrap=True)
+                say(console, f"{label:9}{line}", "yellow")
         of_plan = [borders_table(report.plan), rounding_table(report.plan)] if report.plan else []
         for made in (kernels_table(report), *of_plan, options_table(report)):
             if made is not None:
@@ -55,11 +60,14 @@ def show(console: Console, reports: Sequence[CompileReport]) -> None:
             console.print()
             console.print(captures_table(report.captures))
             for line in capture_remarks(report.captures):
-                console.print(Text(line), soft_wrap=True)
+                say(console, line)
 
 
-def passes_table(passes: Sequence[PassRun], *, sizes: bool = False) -> Table:
-    """One line a pass; `sizes`: with the regions and kernels of a step before and after it as well."""
+def passes_table(passes: Sequence[PassRun], *, sizes: bool = False, seconds: float | None = None) -> Table:
+    """One line a pass; `sizes`: with the regions and kernels of a step before and after it as well.
+
+    seconds: what all took together, of which the last line tells what no pass took itself.
+    """
     changes = {"nodes": [(run.nodes_before, run.nodes_after) for run in passes]}
     if sizes:
         changes["regions"] = [(run.regions_before, run.regions_after) for run in passes]
@@ -70,7 +78,15 @@ def passes_table(passes: Sequence[PassRun], *, sizes: bool = False) -> Table:
         judged = (len(run.decisions), run.applied, run.refused) if run.decisions else (None, None, None)
         name = f"{run.name} (off)" if run.failure else run.name
         add(made, name, *judged, *arrows, round(run.milliseconds))
+    if seconds is not None:
+        add(made, BETWEEN, *[None] * (3 + len(changes)), round(between(passes, seconds)))
     return made
+
+
+def between(passes: Sequence[PassRun], seconds: float) -> float:
+    """Of all `seconds`, the ms that no pass took: for counting, checking and keeping what changed. Passes over plans
+    run later, in the time of the partition."""
+    return max(0.0, seconds * 1e3 - sum(run.milliseconds for run in passes if run.name not in PLAN_PASSES))
 
 
 def _arrows(pairs: Sequence[tuple[int, int]]) -> list[str]:
@@ -99,7 +115,6 @@ def remarks(passes: Sequence[PassRun]) -> list[str]:
 
 
 def program_table(report: CompileReport) -> Table:
-    phases = list(report.seconds)
     counts = {
         "pieces": report.pieces,
         "artifacts": report.artifacts,
@@ -109,8 +124,14 @@ def program_table(report: CompileReport) -> Table:
         "breaks": int(report.graph_break is not None) or None,
         "recompiles": report.recompiles or None,
     }
-    made = table(*counts, *(f"{phase} s" for phase in phases), left=0)
-    add(made, *counts.values(), *(f"{report.seconds[phase]:.1f}" for phase in phases))
+    made = table(*counts, left=0)
+    add(made, *counts.values())
+    return made
+
+
+def seconds_table(seconds: Mapping[str, float]) -> Table:
+    made = table(*(f"{phase} s" for phase in seconds), left=0)
+    add(made, *(f"{value:.1f}" for value in seconds.values()))
     return made
 
 

@@ -5,7 +5,7 @@ FOLDER                  of a released checkpoint: its config.json alone is read,
 FOLDER or FILE          what `v41 capture` wrote, or, for what passes did, `v41 inspect --json`
 MODULE:FUNCTION         a function of yours, without arguments, that returns (model, inputs); imported from here
 
-run_named(arguments, console)       reads or captures it
+run_named(arguments)       reads or captures it
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch import nn
 
 from v41._compat_groups import ALL, pretended
@@ -28,8 +27,9 @@ from v41.model_def.config import PRESETS, V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import WHOLE, Share
 from v41.report import collect
-from v41.tools.inspect import Inspection, capture_call, first_layers, step_of
+from v41.tools.inspect import PHASES, Inspection, capture_call, first_layers, step_of
 from v41.tools.nearest import choices
+from v41.tools.progress import progress
 from v41.tools.run import Run, run_of
 from v41.tools.run_folder import MAIN, load
 
@@ -43,31 +43,29 @@ class Model:
     ranks: int = 1  # that share it
 
 
-def run_named(arguments: Namespace, console: Console, *, changes: bool = False) -> Run:
+def run_named(arguments: Namespace, *, changes: bool = False) -> Run:
     """The run that `arguments` name, read or captured now; with what passes changed, where `changes`."""
     if is_run(arguments.model):
         return load(Path(arguments.model))
-    return captured(arguments, console, changes=changes)
+    return captured(arguments, changes=changes)
 
 
 def is_run(name: str) -> bool:
     return (Path(name) / MAIN).is_file()
 
 
-def captured(arguments: Namespace, console: Console, *, changes: bool = False) -> Run:
+def captured(arguments: Namespace, *, changes: bool = False) -> Run:
     """The model of `arguments`, captured. The changes are kept in memory for as long as the result is."""
     model = model_named(arguments.model, arguments.layers, arguments.ranks)
-    return run_of(inspected(model, console, arguments.codegen, changes=changes), model.name)
+    return run_of(inspected(model, arguments.codegen, changes=changes), model.name)
 
 
-def inspected(
-    model: Model, console: Console, codegen: str, *, changes: bool = False, verify: bool | str = False
-) -> Inspection:
-    """`model` through capture and passes, as for `codegen`; the console shows the phase."""
+def inspected(model: Model, codegen: str, *, changes: bool = False, verify: bool | str = False) -> Inspection:
+    """`model` through capture and passes, as for `codegen`; a bar shows what goes on."""
     group = pretended(model.ranks) if model.ranks > 1 else contextlib.nullcontext()
-    with group, console.status("capture") as status, collect(programs=changes):
-        told = lambda phase: status.update(f"capture: {phase}")
-        return capture_call(model.make, codegen=codegen, verify=verify, told=told)
+    with group, progress() as bars, collect(programs=changes):
+        what = "verify" if verify else "capture"
+        return capture_call(model.make, codegen=codegen, verify=verify, told=bars.begin(what, len(PHASES)))
 
 
 def model_named(name: str, layers: int | None = None, ranks: int = 1) -> Model:

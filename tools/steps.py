@@ -9,7 +9,7 @@ each is the number of rows, unless --size gives another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -88,3 +88,18 @@ def steps_of(
     plan: Plan, config: V41Config | None, rows: Iterable[int], context: int, given: Mapping[str, int]
 ) -> list[Step]:
     return [step_of_rows(plan, config, count, context, given) for count in rows]
+
+
+def alike(steps: Iterable[Step]) -> list[list[Step]]:
+    """Steps of the same sizes together: they do the same work."""
+    found: dict[tuple[tuple[str, int], ...], list[Step]] = {}
+    for step in steps:
+        found.setdefault(tuple(step.sizes.items()), []).append(step)
+    return [*found.values()]
+
+
+def heading(same: Sequence[Step]) -> str:
+    """What is told of: one step, or several whose work is the same, and why it is."""
+    if not same[0].sizes:
+        return "every step, since no size of this program changes"
+    return str(same[0]) + "".join(f"; the same for {each.label}" for each in same[1:])

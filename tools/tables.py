@@ -1,10 +1,19 @@
-"""tables: aligned text without lines, the words of a row to the left and its numbers to the right."""
+"""tables: aligned text without lines, the words of a row to the left and its numbers to the right; and lines that fit.
+
+refused  outline_mhc, 1 site: "the carried pre comes from an earlier boundary"; first at view_212, broken
+         by one_hot                     what does not fit goes on below, behind the label
+"""
 
 from __future__ import annotations
 
+import re
+import textwrap
+
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+WIDTH = 100  # columns that everything fits, in a pipe as well
 Cell = str | int | float | None
 
 
@@ -20,6 +29,20 @@ def add(into: Table, *cells: Cell) -> None:
     """One row. None shows as `-`; floats with three digits that matter; nothing is read as markup."""
     texts = ("-" if cell is None else _short(cell) if isinstance(cell, float) else str(cell) for cell in cells)
     into.add_row(*map(Text, texts))
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """Prints `text`, in as many lines as the width of `console` takes; nothing in it is read as markup."""
+    for line in text.split("\n"):
+        for part in fitted(line, console.width):
+            console.print(Text(part, style), soft_wrap=True)
+
+
+def fitted(line: str, width: int) -> list[str]:
+    """`line` in lines of at most `width`: those that go on stand behind its label, or its indentation."""
+    label = re.match(r"\s*(?:\S+(?: \S+)? {2,})?", line)
+    hang = label.end() if label is not None and 0 < label.end() <= width // 2 else 2
+    return textwrap.wrap(line, width, subsequent_indent=" " * hang, break_on_hyphens=False) or [""]
 
 
 def _short(number: float) -> str:

@@ -22,23 +22,36 @@ from v41.passes.assign_streams import assign_streams
 from v41.plan import Plan
 from v41.report import Decision
 from v41.tools.bench.program_cases import prepare
-from v41.tools.inspect import capture, first_layers
+from v41.tools.inspect import first_layers
 from v41.tools.json_output import print_json
 from v41.tools.measured_schedule import Measured, measured_schedule
+from v41.tools.pass_runs import console_of
 from v41.tools.planned_step import step_of
+from v41.tools.progress import progress
+from v41.tools.run_folder import write_whole
+from v41.tools.sources import inspected, model_named
+from v41.tools.tables import say
 from v41.tools.timeline import length, schedule, schedule_table, trace
 
 
 def timeline_command(arguments: Namespace) -> int:
     """Prints the schedule; with --trace it writes one that Perfetto shows."""
-    config = V41Config.preset(arguments.preset)
-    config = first_layers(config, arguments.layers) if arguments.layers else config
-    how = {"rows": arguments.rows, "file": arguments.trace, "as_json": arguments.json}
+    console, rows = console_of(arguments), arguments.rows
+    how = {"rows": rows, "file": arguments.trace, "as_json": arguments.json}
     if arguments.measure:
+        config = V41Config.preset(arguments.model)
+        config = first_layers(config, arguments.layers) if arguments.layers else config
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return show(*measured(config, arguments.rows, arguments.context, device), **how)
-    plan = capture(lambda: V41ForCausalLM(config)).plan
-    return show(plan, *assign_streams(plan, (arguments.rows,)), None, **how)
+        with progress() as bars:
+            bars.begin("compile, run")
+            found = measured(config, rows, arguments.context, device)
+        return show(console, *found, **how)
+    model = model_named(arguments.model, arguments.layers, arguments.ranks)
+    plan = inspected(model, arguments.codegen).plan
+    with progress() as bars:
+        bars.begin("assign streams")
+        made, decisions = assign_streams(plan, (rows,))
+    return show(console, plan, made, decisions, None, **how)
 
 
 @torch.no_grad()
@@ -53,6 +66,7 @@ def measured(config: V41Config, rows: int, context: int, device: str) -> tuple[P
 
 
 def show(
+    console: Console,
     plan: Plan,
     made: Plan,
     decisions: list[Decision],
@@ -63,9 +77,9 @@ def show(
     as_json: bool,
 ) -> int:
     """made: the plan with side streams. ran: how it was measured to run, if it was."""
-    times = Times(plan.sizes)
+    reckoned = Times(plan.sizes)
     slots, alone = (
-        schedule(each, {piece.name: times.piece(piece).us(rows) for piece in each.pieces}) for each in (made, plan)
+        schedule(each, {piece.name: reckoned.piece(piece).us(rows) for piece in each.pieces}) for each in (made, plan)
     )
     facts: dict[str, Any] = {
         "rows": rows, "one_stream_us": round(length(plan, alone), 1), "side_streams_us": round(length(made, slots), 1),
@@ -75,16 +89,16 @@ def show(
         facts |= {"measured_us": round(max((slot.end for slot in ran.slots), default=0.0), 1), "host_ahead": ran.ahead}
     measured = None if ran is None else ran.slots
     if file is not None:
-        file.write_text(json.dumps(trace(made, slots, measured)))
+        write_whole(file, json.dumps(trace(made, slots, measured)))
     if as_json:
         told = {} if measured is None else {"measured": [asdict(slot) for slot in measured]}
         print_json("timeline", facts | {"pieces": [asdict(slot) for slot in slots], **told})
         return 0
-    console = Console(width=160)
     console.print(schedule_table(slots, measured))
-    print(f"{rows} rows, predicted: {facts['one_stream_us']} us on one stream, {facts['side_streams_us']} us with side "
-          f"streams; {facts['applied']} of {facts['sites']} sites, {facts['events']} events")  # fmt: skip
+    times = f"{facts['one_stream_us']} us on one stream, {facts['side_streams_us']} us with side streams"
+    sites = f"{facts['applied']} of {facts['sites']} sites, {facts['events']} events"
+    say(console, f"{rows} rows, predicted: {times}; {sites}")
     if ran is not None:
         late = "" if ran.ahead else "; the host was not ahead of the device, so some of it is the host's time"
-        print(f"measured: {facts['measured_us']} us{late}")
+        say(console, f"measured: {facts['measured_us']} us{late}")
     return 0

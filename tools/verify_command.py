@@ -19,20 +19,19 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from v41.options import NUMERIC
 from v41.report import PassRun
 from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of
 from v41.tools.sources import inspected, model_named
-from v41.tools.tables import add, table
+from v41.tools.tables import add, say, table
 
 
 def verify_command(arguments: Namespace) -> int:
     console = console_of(arguments)
     model = model_named(arguments.model, arguments.layers, arguments.ranks)
-    runs = inspected(model, console, arguments.codegen, verify=NUMERIC).report.passes
+    runs = inspected(model, arguments.codegen, verify=NUMERIC).report.passes
     if arguments.json:
         print_json("verify", {"source": model.name, "holds": holds(runs), "passes": [values(run) for run in runs]})
     else:
@@ -48,7 +47,7 @@ def show(console: Console, runs: Sequence[PassRun]) -> None:
     console.print(verdicts_table(runs))
     for run in runs:
         for line in (run.failure or run.warning or "").splitlines():
-            console.print(Text(f"{run.name}: {line.strip()}", "red" if run.failure else "yellow"), soft_wrap=True)
+            say(console, f"{run.name}: {line.strip()}", "red" if run.failure else "yellow")
     good = sum(run.failure is None for run in runs)
     compared = sum(verdict(run) == "equal" for run in runs)
     console.print(f"{len(runs)} passes: {good} hold all rules, of {compared} the values were compared and are equal")

@@ -15,8 +15,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.text import Text
-
 from v41.errors import UnknownSite
 from v41.report import Decision, PassRun
 from v41.tools.hints import hint
@@ -25,6 +23,7 @@ from v41.tools.likeness import NearMiss, nearest_miss
 from v41.tools.nearest import choices
 from v41.tools.pass_runs import console_of, pass_named, told_of, troubled
 from v41.tools.report_view import decision_values
+from v41.tools.tables import say
 
 
 def why_not_command(arguments: Namespace) -> int:
@@ -39,7 +38,7 @@ def why_not_command(arguments: Namespace) -> int:
         print_json("why-not", values(run, sites, near))
     else:
         for line in (*lines(run, sites), *near_lines(near)):
-            console.print(Text(line), soft_wrap=True)
+            say(console, line)
     return int(arguments.strict and troubled(run))
 
 

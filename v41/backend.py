@@ -188,24 +188,29 @@ def kept_whole(order: Sequence[str]) -> frozenset[str]:
 
 
 def planned(
-    aten: GraphModule, order: Sequence[str], options: Options, report: CompileReport, names: Sequence[str]
+    aten: GraphModule,
+    order: Sequence[str],
+    options: Options,
+    report: CompileReport,
+    names: Sequence[str],
+    heard: Callable[[str], None] = lambda phase: None,
 ) -> Plan:
     """One functional ATen graph, through the passes to its plan, for a device on which pieces run in the ways `order`.
-    Nothing is compiled. names: what the user calls inputs."""
+    Nothing is compiled. names: what the user calls inputs. heard: is told each pass, and partition, as it begins."""
     clock = time.perf_counter
     start = clock()
     programs = programs_wanted()
     report.program = text_of(aten) if programs else None
     inputs = [node.name for node in aten.graph.nodes if node.op == "placeholder"]
     called = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
+    cut_at = kernel_kinds(order, options.all_reduce == FUSED)
+    asked: dict[str, Any] = {"check": options.verify, "strict": options.strict, "programs": programs}
     with real_tensors():
-        program, report.passes = run_pipeline(
-            aten, check=options.verify, strict=options.strict, programs=programs, called=called
-        )
+        program, report.passes = run_pipeline(aten, **asked, called=called, own=cut_at, told=heard)
     report.seconds["passes"], start = clock() - start, clock()
+    heard("partition")
     if programs:
         mark(program)
-    cut_at = kernel_kinds(order, options.all_reduce == FUSED)
     if REDUCED not in cut_at:
         open_reduced(program)
     open_shared(program, cut_at)

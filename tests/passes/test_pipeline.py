@@ -100,15 +100,15 @@ def test_a_pass_switched_off_by_torch_is_off_for_those_that_need_it() -> None:
     assert dependent.failure == "needs outline_relu, which is off"
 
 
-def test_a_pass_without_sites_is_worth_a_warning_only_beside_one_that_found_some() -> None:
-    _, (_, silent) = run_pipeline(
-        program(), [Pass(outline_relu, expects="relu"), Pass(find_nothing, expects="mHC boundary")]
-    )
+def test_a_pass_without_sites_is_worth_a_warning_only_in_a_graph_of_the_kind() -> None:
+    waits = Pass(find_nothing, expects="mHC boundary", tells=True)
+    _, (_, silent) = run_pipeline(program(), [Pass(outline_relu, tells=True), waits])
     assert silent.warning == "no mHC boundary found"
-    _, (_, asked_for_nothing) = run_pipeline(program(), [Pass(outline_relu, expects="relu"), Pass(find_nothing)])
+    for others in ([], [Pass(outline_relu, expects="relu")], [Pass(find_nothing, tells=True)]):  # of another model
+        *_, told = run_pipeline(program(), [*others, waits])[1]
+        assert told.warning is None
+    _, (_, asked_for_nothing) = run_pipeline(program(), [Pass(outline_relu, tells=True), Pass(find_nothing)])
     assert asked_for_nothing.warning is None
-    _, (alone,) = run_pipeline(program(), [Pass(find_nothing, expects="mHC boundary")])
-    assert alone.warning is None
 
 
 def test_programs_are_kept_on_demand() -> None:

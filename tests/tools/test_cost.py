@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.tools.printed import printed
 from tests.tools.small_models import WIDTH, run_of_balanced
@@ -18,7 +20,7 @@ from v41.model_def.config import V41Config
 from v41.passes.analysis.cost import Costs, total
 from v41.plan import Plan
 from v41.tools.cli import main
-from v41.tools.cost_command import Total, costs_table, totals, unknown
+from v41.tools.cost_command import Total, costs_table, show, totals, unknown
 from v41.tools.gpus import GPUS, gpu_named
 from v41.tools.nodes import OTHERS, PRODUCTS, WorkFacts
 from v41.tools.run_folder import save
@@ -134,3 +136,15 @@ def test_the_command_says_the_same_as_json(tmp_path: Path, capsys: pytest.Captur
     assert [each["sizes"] for each in told["steps"]] == [{"rows": 1}, {"rows": 4096}]
     wanted = totals(run_of_balanced().work, step(4096), GPUS["B200"])
     assert [part["seconds"] for part in told["steps"][1]["parts"]] == [each.seconds for each in wanted]
+
+
+def test_of_a_program_without_a_size_that_changes_one_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of_balanced()
+    fixed = [WorkFacts("part", None, 1, 1, "4", "4", "8", (), "8", 1, False)]
+    bare = replace(run, parts={**run.parts, "work": lambda: fixed})
+    steps = [Step(f"{rows} rows", {}, {}) for rows in (1, 128, 4096)]
+    show(Console(width=100), bare, steps, H200)
+    out = capsys.readouterr().out
+    assert out.count("us, least") == 1 and "every step, since no size of this program changes on H200" in out
+    show(Console(width=100), run, [step(1), step(4096), step(4096)], H200)
+    assert capsys.readouterr().out.count("us, least") == 2

@@ -137,10 +137,10 @@ def test_a_node_that_is_gone_is_told_with_what_is_there_instead() -> None:
     run = replace(run_of_balanced(), parts={**run_of_balanced().parts, "changes": lambda: {"tidy": changes}})
     assert list(lines([story("old", run)])) == [
         "old  is gone",
-        "  model   m.py:1  x.view(8)",
-        "  was     aten.view.default(x, [8])",
-        "  gone    taken away by tidy",
-        "  instead add_1 = aten.add.Tensor(new, 1)",
+        "  model    m.py:1  x.view(8)",
+        "  was      aten.view.default(x, [8])",
+        "  gone     taken away by tidy",
+        "  instead  add_1 = aten.add.Tensor(new, 1)",
     ]
 
 

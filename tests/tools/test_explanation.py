@@ -27,7 +27,7 @@ def test_a_call_is_explained_and_not_run(tmp_path: Path) -> None:
     model.register_forward_pre_hook(lambda *_: pytest.fail("it ran") if not torch.compiler.is_compiling() else None)
     told = v41.explain(model, *inputs)
     assert "sinkhorn #1" in str(told) and "fold_sinkhorn" in str(told) and "by the config" not in str(told)
-    assert told.node("sinkhorn_0").startswith("sinkhorn_0  region sinkhorn\n  made by fold_sinkhorn, at ")
+    assert told.node("sinkhorn_0").startswith("sinkhorn_0  region sinkhorn\n  made by  fold_sinkhorn, at ")
     with pytest.raises(UnknownNode):
         told.node("no such node")
     told.save(tmp_path / "run")

@@ -23,8 +23,10 @@ SHAPES = [(name, shape) for name, shapes in known_shapes().items() for shape in 
 
 
 def nodes(names: list[str], body: str = "") -> list[NodeFacts]:
-    numbered = enumerate(names)
-    return [NodeFacts(f"n{i}", body, "piece_0", f"{name}(x)", f"m.py:{i}", (), None, None) for i, name in numbered]
+    def told(i: int, name: str) -> NodeFacts:
+        return NodeFacts(f"n{i}", body, "piece_0", f"{name}(x)", f"m.py:{i}", (), None, None, (body, f"n{i}"))
+
+    return [told(i, name) for i, name in enumerate(names)]
 
 
 noise = st.lists(st.sampled_from(NOISE), max_size=30)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torch.fx import Graph, GraphModule
 
 from tests.tools.printed import printed
 from tests.tools.small_models import WIDTH, run_of_balanced
 from v41.plan import Buffer, Piece, Plan
 from v41.tools.cli import main
-from v41.tools.memory_command import BARS, Memory, fullest_table, memory_of, sparkline
+from v41.tools.memory_command import BARS, MIB, Memory, fewer, fullest_table, memory_of, pools_table, show, sparkline
 from v41.tools.run_folder import save
 from v41.tools.steps import Step
 
@@ -104,3 +106,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["memory", str(tmp_path / "run"), "--tokens", "64"]) == 0
     out = capsys.readouterr().out
     assert "at most 0.00195 MiB, while piece_1 runs" in out and all(len(line) <= 100 for line in out.splitlines())
+
+
+def pool(rows: int, peak: int) -> Memory:
+    return Memory(Step(f"{rows} rows", {"rows": rows}, {}), 0, 0, 0, (peak,), ())
+
+
+@given(st.lists(st.integers(1, 256), min_size=1, unique=True).map(sorted), st.data())
+def test_of_many_rungs_a_few_are_told_with_what_all_below_them_take(rungs: list[int], data: st.DataObject) -> None:
+    pools = [pool(rows, data.draw(st.integers(0, 9)) * MIB) for rows in rungs]
+    shown = fewer(pools)
+    told = [each.step.sizes["rows"] for each in shown]
+    assert len(shown) <= 6 and (told[0], told[-1]) == (rungs[0], rungs[-1]) and set(told) <= set(rungs)
+    lines = [line.split() for line in printed(pools_table(shown, pools))[1:]]
+    most = [max(each.peak for each in pools if each.step.sizes["rows"] <= rows) // MIB for rows in told]
+    assert [(int(rows), int(mib)) for rows, *_, mib in lines] == list(zip(told, most, strict=True))
+
+
+def test_of_a_program_without_a_size_that_changes_one_step_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [Memory(Step(f"{rows} rows", {}, {}), 0, 0, 0, (), ()) for rows in (16, 4096)]
+    run = SimpleNamespace(plan=EXAMPLE)
+    show(Console(width=100), run, found, [])  # type: ignore[arg-type]
+    out = capsys.readouterr().out
+    assert out.count("every step, since no size of this program changes") == 1 and "4096" not in out

@@ -27,6 +27,7 @@ from v41.tools.diff_command import lines
 from v41.tools.hints import GENERAL, HINTS, hint
 from v41.tools.inspect import first_layers
 from v41.tools.pass_runs import saved_runs
+from v41.tools.report_view import BETWEEN
 
 Run = Callable[..., tuple[int, list[str], str]]
 FOLD = [each.name for each in PIPELINE].index("fold_sinkhorn")
@@ -43,9 +44,12 @@ def made() -> list[PassRun]:
 
 
 @pytest.fixture
-def run(made: list[PassRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command on the saved run: exit code, lines of stdout, stderr."""
+def run(
+    made: list[PassRun], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    """Runs a command on the saved run, where no line is broken: exit code, lines of stdout, stderr."""
     saved = save(tmp_path / "saved.json", made)
+    monkeypatch.setenv("COLUMNS", "300")
 
     def command(*arguments: str) -> tuple[int, list[str], str]:
         code = main([*arguments, "--run", str(saved)])
@@ -131,10 +135,25 @@ def test_why_not_of_a_site_shows_that_site_alone_applied_or_not(made: list[PassR
 @pytest.mark.parametrize(
     ("name", "told"),
     [("canonicalize", "canonicalize judged no site"), ("fail", "fail is off: KeyError: 'val'"),
-     ("outline_mhc", "outline_mhc judged no site: no mHC boundary found")],
+     ("outline_mhc", "outline_mhc judged no site")],
 )  # fmt: skip
 def test_why_not_of_a_pass_without_sites_says_why(name: str, told: str, run: Run) -> None:
     assert run("why-not", name)[1][0] == told
+
+
+def test_a_loop_alone_makes_nobody_expect_a_boundary(made: list[PassRun]) -> None:
+    """A model that has nothing to do with mHC is warned of nothing."""
+    assert fold_of(made).applied and [each.name for each in made if each.warning] == []
+
+
+def test_what_passes_took_and_what_lies_between_add_up(run: Run, made: list[PassRun], tmp_path: Path) -> None:
+    assert not [line for line in run("passes")[1] if line.startswith(BETWEEN)]  # a file that says of no time
+    saved = json.loads((tmp_path / "saved.json").read_text())
+    saved["graph"]["seconds"]["passes"] = 1.5
+    (tmp_path / "saved.json").write_text(json.dumps(saved))
+    (*_, ms), *_ = [line.split() for line in run("passes")[1] if line.startswith(BETWEEN)]
+    assert abs(int(ms) + sum(each.milliseconds for each in made) - 1500) < 1
+    assert json.loads("\n".join(run("passes", "--json")[1]))["milliseconds_between"] == pytest.approx(int(ms), abs=1)
 
 
 def test_diff_shows_what_changed_and_what_is_alike_once(run: Run) -> None:
@@ -167,10 +186,10 @@ def test_a_preset_is_captured_and_its_changes_are_asked_for_where_they_are_shown
 ) -> None:
     asked: list[bool] = []
 
-    def run_named(arguments: Any, console: Any, *, changes: bool = False) -> Any:
+    def run_named(arguments: Any, *, changes: bool = False) -> Any:
         asked.append(changes)
         kept = {run.name: run.changes for run in made}
-        return SimpleNamespace(report=SimpleNamespace(passes=made), by_config=None, changes=kept)
+        return SimpleNamespace(report=SimpleNamespace(passes=made, seconds={}), by_config=None, changes=kept)
 
     monkeypatch.setattr(pass_runs, "run_named", run_named)
     for command in (["passes"], ["why-not", "fold_sinkhorn"], ["diff", "fold_sinkhorn"]):

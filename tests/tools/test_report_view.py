@@ -49,17 +49,21 @@ def shown(*reports: CompileReport) -> list[str]:
 
 def test_the_tables() -> None:
     assert shown(report()) == """\
-pass               sites  applied  refused           nodes  ms
-canonicalize           -        -        -  22310 -> 17640  41
-fold_sinkhorn          3        1        2  17640 ->  8360  96
-outline_mhc (off)      -        -        -   8360 ->  8360   1
+pass               sites  applied  refused           nodes    ms
+canonicalize           -        -        -  22310 -> 17640    41
+fold_sinkhorn          3        1        2  17640 ->  8360    96
+outline_mhc (off)      -        -        -   8360 ->  8360     1
+between passes         -        -        -               -  1112
 refused  fold_sinkhorn, 2 sites: "keeps one eps"; first at div_7, broken by add_7
          model_def/mhc.py:31  m = m / (m.sum(-1) + eps) [sic]
 warning  fold_sinkhorn: fewer sites than layers
 failed   outline_mhc: KeyError: val
 
-pieces  artifacts  shared  kernels  fallbacks  breaks  recompiles  passes s  codegen s
-    12          5       7        1          1       1           -       1.2       30.0
+pieces  artifacts  shared  kernels  fallbacks  breaks  recompiles
+    12          5       7        1          1       1           -
+
+passes s  codegen s
+     1.2       30.0
 cache    hit 7f3a9100: spared 31.2 s of compiling
 fallback piece_3 as eager: Inductor raised NotImplementedError: no [fp4]
 break    Tensor.item() at model_def/batch.py:7

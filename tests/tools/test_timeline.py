@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
@@ -135,17 +136,17 @@ def test_on_a_cpu_the_ranges_are_the_schedule() -> None:
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = planned(program(["keep", "seam", "seam", "seam", "use", "seam"]))
     given = (made, *assign_streams(made, (4,)))
-    assert show(*given, None, rows=4, file=tmp_path / "trace.json", as_json=True) == 0
+    assert show(Console(width=100), *given, None, rows=4, file=tmp_path / "trace.json", as_json=True) == 0
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} == {each["name"] for each in facts["pieces"]}
     assert facts["side_streams_us"] > 0 and facts["sites"] >= 1
     assert "measured" not in facts and "measured_us" not in facts
     ran = Measured([Slot(piece.name, 0, 1.0, 3.0, piece.border) for piece in given[1].pieces], ahead=False)
-    assert show(*given, ran, rows=4, file=None, as_json=False) == 0
+    assert show(Console(width=100), *given, ran, rows=4, file=None, as_json=False) == 0
     told = capsys.readouterr().out
     assert "4 rows, predicted" in told and "measured: 3.0 us; the host was not ahead" in told
-    assert show(*given, ran, rows=4, file=None, as_json=True) == 0
+    assert show(Console(width=100), *given, ran, rows=4, file=None, as_json=True) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["measured_us"], facts["host_ahead"], len(facts["measured"])) == (3.0, False, len(given[1].pieces))
 

@@ -47,8 +47,9 @@ def test_a_model_that_all_passes_leave_right(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_pass_that_changes_values_is_named_with_the_first_node_that_differs(
-    with_a_bug: None, capsys: pytest.CaptureFixture[str]
+    with_a_bug: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     assert main(["verify", MODEL]) == 1
     out = capsys.readouterr().out
     assert "halve" in out and "computes the same values" in out and "exp" in out
