@@ -38,7 +38,7 @@ from v41._compat import custom_graph_pass, sort_nodes
 from v41._compat_cache import NotStorable, code_hash, custom_operators
 from v41.passes import pipeline
 from v41.passes import verify as rules
-from v41.passes.matching import programs
+from v41.passes.matching import aten, programs
 from v41.passes.pipeline import PIPELINE, Pass, PassFunction, run_pipeline
 from v41.regions import inline, regions
 from v41.report import CompileReport, publish
@@ -59,6 +59,7 @@ def inductor_pass(*passes: PassFunction | Pass, verify: bool = False) -> Any:
         gm = graph.owning_module
         assert gm is not None
         sort_nodes(graph)
+        reshaped = graph.find_nodes(op="call_function", target=aten.reshape.default) != []
         result, runs = run_pipeline(gm, order, check=verify)
         if result is not gm:
             _take_over(gm, result)
@@ -66,6 +67,9 @@ def inductor_pass(*passes: PassFunction | Pass, verify: bool = False) -> Any:
             while calls := list(regions(program)):
                 for call in calls:
                     inline(program, call)
+            if reshaped:  # as Inductor has it, which may lay memory out otherwise; passes look for views
+                for view in program.graph.find_nodes(op="call_function", target=aten.view.default):
+                    view.target = aten.reshape.default
             program.recompile()
         publish(CompileReport(options={"verify": (verify, "inductor_pass")}, passes=runs))
 

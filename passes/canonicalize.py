@@ -15,6 +15,7 @@ Tempting, and not done:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from math import prod
 from typing import Any, cast
@@ -22,7 +23,7 @@ from typing import Any, cast
 from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
-from v41._compat import OpOverload, equal_without_guards, known_equal
+from v41._compat import OpOverload, equal_without_guards, fake_mode_of, known_equal, without_guards
 from v41.passes.analysis.effects import bases, effect_of, written_args
 from v41.passes.matching import VIEWS, aten, fake, prims, programs
 from v41.report import Decision
@@ -200,10 +201,13 @@ def spell_permute(node: Node) -> None:
 
 
 def spell_view(node: Node) -> None:
-    """The one symbolic size of a view -> -1; on contiguous memory, any reshape -> view of what was there first."""
+    """The one symbolic size of a view -> -1; a reshape that copies nothing -> view; on contiguous memory, of what was
+    there first."""
     value, source = fake(node), fake(node.args[0]) if node.args else None
     if node.target not in RESHAPING or value is None or source is None:
         return
+    if node.target is aten.reshape.default and _is_view(source, value):
+        node.target = aten.view.default
     numbers = [size for size in value.shape if not isinstance(size, SymInt)]
     if len(value.shape) - len(numbers) > 1 or prod(numbers) == 0:
         return
@@ -218,6 +222,16 @@ def spell_view(node: Node) -> None:
         return
     sizes = [-1 if isinstance(size, SymInt) else size for size in value.shape]
     node.target, node.args, node.kwargs = aten.view.default, (base, sizes), {}
+
+
+def _is_view(source: Tensor, value: Tensor) -> bool:
+    """Whether `value` is what a view of `source` would be, whatever the sizes: a reshape that copies nothing."""
+    mode = fake_mode_of([source])
+    with mode or contextlib.nullcontext(), without_guards(mode):
+        try:
+            return same_layout(source.view(value.shape), value)
+        except (RuntimeError, ValueError):  # the strides do not allow it, or nobody knows
+            return False
 
 
 def spell_expand(node: Node) -> None:

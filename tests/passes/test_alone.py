@@ -13,11 +13,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule
 
 import v41
+from tests.strategies import (
+    attention,
+    compressors,
+    engrams,
+    experts,
+    gates,
+    index_scores,
+    mhc,
+    norms,
+    output_projections,
+)
+from tests.strategies.whole_programs import inputs_of
 from v41.passes.alone import in_order, inductor_pass, key_of, sources_of
 from v41.passes.canonicalize import canonicalize
 from v41.passes.fold_sinkhorn import fold_sinkhorn
@@ -100,6 +113,43 @@ def test_a_cache_write_is_in_place_and_keeps_values_and_cache(where: str, cpp: b
     assert [(run.name, run.applied, run.failure) for run in report.passes] == [("reinplace_cache_writes", 1, None)]
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(caches[1], caches[0])
+
+
+SITES: dict[str, tuple[Any, str]] = {  # a site as others may have it, and the pass that finds it
+    "mhc": (mhc.Stack(sites=1, iters=2), "outline_mhc"),
+    "norm": (norms.Row(rope="the model's", format="fp8"), "outline_norm_quantise"),
+    "compressor": (compressors.Pooling(rope="the model's", format="fp4 record"), "outline_compressor"),
+    "look-up": (engrams.Lookup(), "outline_engram"),
+    "engram gate": (engrams.Gate(), "outline_engram"),
+    "gate": (gates.Router(), "outline_gate"),
+    "attention": (attention.Spelling(), "outline_attention"),
+    "index scores": (index_scores.Indexer(), "outline_index_scores"),
+    "experts": (experts.Mixture(), "outline_experts"),
+    "projection": (output_projections.Projection(), "outline_output_projection"),
+}
+QUICK = ("projection",)  # its views Inductor has as reshapes
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SITES]
+)
+def test_whatever_is_outlined_is_found_in_inductors_graph_and_keeps_its_values(name: str) -> None:
+    site, pass_name = SITES[name]
+    torch.manual_seed(0)
+    fn, rows, weights = inputs_of(site)
+    rows = [row.clone() for row in rows]
+    for row, size in zip(rows, getattr(site, "all_sizes", ()) or ["rows"] * len(rows), strict=True):
+        mark_unbacked(row, 0, shape_id=size)
+    plain, _ = compiled(fn, *rows, *weights)
+    ours, (report,) = compiled(fn, *rows, *weights, **{POST: inductor_pass(*(p.run for p in PIPELINE), verify=True)})
+    assert [run.failure for run in report.passes if run.failure] == []
+    assert next(run for run in report.passes if run.name == pass_name).applied >= 1
+    pairs = zip(_flat(ours), _flat(plain), strict=True)
+    assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs)
+
+
+def _flat(results: Any) -> list[Tensor]:
+    return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 # ---- a pass of one's own ---------------------------------------------------------------------------------------------

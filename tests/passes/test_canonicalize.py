@@ -116,6 +116,33 @@ def test_a_transpose_that_nobody_decomposed_is_a_permute(op: Any, axes: tuple[in
     assert (node.target, node.args[1:]) == (aten.permute.default, ([1, 0],))
 
 
+def reshaping(fn: Callable[[Tensor], Any]) -> tuple[GraphModule, Any]:
+    """`fn` traced, with a reshape in place of its last view, of what the view's copy copies if it reads one."""
+    gm = trace(fn, matrix())
+    node = [node for node in gm.graph.nodes if node.target in (aten.view.default, aten._unsafe_view.default)][-1]
+    source = node.args[0]
+    node.target = aten.reshape.default
+    if source.target is aten.clone.default:
+        node.update_arg(0, source.args[0])
+        gm.graph.erase_node(source)
+    return gm, node
+
+
+@pytest.mark.parametrize(
+    ("fn", "target"),
+    [
+        (lambda x: x.mT.unflatten(1, (2, 2)) + 1, aten.view.default),
+        (lambda x: x.mT.unsqueeze(1).expand(-1, x.shape[0], -1, -1).unflatten(2, (2, 2)) + 1, aten.view.default),
+        (lambda x: x.mT.flatten(1) + 1, aten.reshape.default),
+    ],
+    ids=["of memory in another order", "of two symbols", "that copies"],
+)
+def test_a_reshape_is_a_view_where_it_copies_nothing(fn: Callable[[Tensor], Any], target: Any) -> None:
+    gm, node = reshaping(fn)
+    check_pass(canonicalize, gm)
+    assert node.target is target and (target is aten.reshape.default or operators(gm)[aten.reshape.default] == 0)
+
+
 def test_an_expand_that_a_guard_makes_a_no_op_stays() -> None:
     def within_chunks(x: Tensor) -> Tensor:
         """Products of the rows of each chunk of four; here one chunk, and the product is compiled for one."""
