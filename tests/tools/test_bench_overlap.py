@@ -20,7 +20,7 @@ from v41.errors import BenchNeedsGPU, StepNotCaptured
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.bench import overlap
-from v41.tools.bench.overlap import copied, overview, run, verdict
+from v41.tools.bench.overlap import copied, overview, run, sites_table, verdict
 from v41.tools.bench.overlap_stress import bits, copy_of, kept, lanes_for, loop, same, stressed
 from v41.tools.bench.program_cases import Case, prepare
 from v41.tools.cli import main, parser
@@ -158,6 +158,16 @@ def test_the_verdict(case: str) -> None:
     held = "all holds that was shown" if "off" in case else "all holds"
     assert told[-1] == ("does not all hold: 1 of 3" if broken else held)
     assert overview(result["records"]).row_count == 1
+
+
+def test_each_site_is_told_with_both_gains() -> None:
+    times = {"own": {1: 2.0, 64: 4.0}, "slack": {1: 9.0, 64: 9.0}, "predicted gain": {1: 3.0, 64: 1.0}}
+    measured = times | {"gain": {1: 2.5, 64: 1.0}, "measured gain": {1: 2.5}}
+    found = [{"site": "piece_4_side", "rule": "", "times": measured}, {"site": "b", "rule": "it is off", "times": None}]
+    made = sites_table(found)
+    cells = [[str(cell) for cell in column.cells] for column in made.columns]
+    assert [column[0] for column in cells] == ["piece_4_side", "-", "2", "9", "3", "2.5", "4", "9", "1", "-"]
+    assert [column[1] for column in cells][:3] == ["b", "it is off", "-"] and sites_table([]).row_count == 0
 
 
 def test_what_was_not_run_is_not_said_to_hold() -> None:

@@ -66,6 +66,7 @@ def bench_command(arguments: Namespace) -> int:
     }  # fmt: skip
     run(model, arguments, result, started)
     console = Console(width=160)
+    console.print(sites_table(result.get("sites", ())))
     console.print(overview(result["records"]))
     for record in [each for each in result["records"] if "side_graph" in each][:1]:
         console.print(f"graph of {record['rows']} rows:", shape_table(GraphShape.of(record["side_graph"])), sep="\n")
@@ -241,6 +242,18 @@ def stress_line(record: Record) -> str:
     wrong, caches = record["uncaptured"] + record["captured"], "alike" if record["caches_same"] else "not alike"
     told = f"{record['rows']} rows: {record['steps']} delayed steps, {wrong} differ, caches {caches}"
     return f"{told}, {record['seconds']} s"
+
+
+def sites_table(found: Sequence[Record]) -> Any:
+    """A line a site: what it was judged by at the fewest and at the most rows, and the rule it breaks, if one."""
+    rungs = sorted({rows for site in found for rows in (site["times"] or {}).get("gain", {})})
+    ends = sorted({*rungs[:1], *rungs[-1:]})
+    told = [(rows, name) for rows in ends for name in ("own", "slack", "predicted gain", "measured gain")]
+    made = table("site", "refused", *(f"{rows} rows: {name} us" for rows, name in told), left=2)
+    for site in found:
+        times = site["times"] or {}
+        add(made, site["site"], site["rule"] or None, *(times.get(name, {}).get(rows) for rows, name in told))
+    return made
 
 
 def overview(records: Sequence[Record]) -> Any:
