@@ -6,6 +6,15 @@ rows, launches.
 
 One text serves every schedule: rows a program, programs a row and warps are arguments of the launch, compiled on first
 use of a bucket of row counts. Results are the same bits in every bucket.
+
+Of two launches the second comes up early (programmatic dependent launch) where the device can do it: its programs may
+start as soon as all of the first have, and wait in front of what the first stores. That is right because
+    the first is an ordinary launch: all before it has ended, so inputs may be read ahead of the wait
+    every program of the second waits, none leaves before, and the wait ends when the first has ended and its stores
+    are seen; only behind it are partial sums read, scratch read or written, and results stored
+    the second lets nothing come up early, and what follows it is an ordinary launch (or waits itself): it starts when
+    the second has ended, which is after the first has
+A stream that is captured keeps this: the edge between the two is programmatic, all others are full.
 """
 
 from __future__ import annotations
@@ -226,8 +235,11 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def comes_up_early(device: torch.device) -> bool:
-    """Whether the second of two launches may be set up while the first runs (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether the second of two launches may start while the first runs: on CUDA devices from Hopper on. ROCm goes by
+    the same name, with capabilities of its own."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def kernel_directory() -> Path:

@@ -15,6 +15,8 @@ from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
 SHORT = 128  # elements that a program should have at least, of several rows where one has fewer
 A_THREAD, MOST_WARPS = 8, 16  # elements of a row's largest tile
 GROUPS = (1, 2, 4, 16)  # runs of a product's terms, that are tried
+PROGRAMS = 64, 2048  # of a first launch that is tried, at least and at most
+FEW = 64  # rows, up to which a row's second launch has the chip to itself: four warps were the fastest at each
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,10 @@ class Spread:
     late: int = 4
 
 
-FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1 and 16; warps are those of wgmma, whose order of
-    # sums all share
-    (16, Spread(1, 4, 16, 64, 1, 3, split=True)),
-    (64, Spread(1, 4, 64, 64, 1, 3, split=True)),
+FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1, 16 and 64, all terms of a run in flight; warps are
+    # those of wgmma, whose order of sums all share
+    (16, Spread(1, 4, 16, 64, 1, 6, split=True)),
+    (64, Spread(1, 4, 32, 64, 1, 5, split=True)),
     (256, Spread(1, 4, 64, 64, 2, 3, split=True)),
     (1 << 62, Spread(1, 4, 128, 64, 16, 3, split=True)),
 )
@@ -64,11 +66,20 @@ class HeldKernel(Kernel):
         """Ways to tile a product in front. Whole rows have one way, or a row's bits would depend on its batch."""
         if self.front is None:
             return []
-        tiles = [tile for tile in (16, 32, 64, 128) if tile <= max(16, 2 * rows)]
-        return [Spread(1, warps, tile, columns, group, stages, True)
+        tiles = [tile for tile in (16, 32, 64, 128) if min(rows, 256) // 8 <= tile <= max(16, 2 * rows)]
+        ways = [Spread(1, warps, tile, columns, group, stages, True, late)
                 for tile in tiles for columns in (64, 128) for group in GROUPS for stages in (3, 5)
                 for warps in ((4, 8) if tile * columns > 1 << 12 else (4,))
-                if tile * columns < 1 << 14 and (group == 1 or rows > 16)]  # fmt: skip
+                for late in ((4,) if rows <= FEW else (1, 4))
+                if tile * columns < 1 << 14 and self._fills(-(-rows // tile), columns, group)]  # fmt: skip
+        return list(dict.fromkeys([self.schedule_for(rows, device), *ways]))
+
+    def _fills(self, tiles: int, columns: int, group: int) -> bool:
+        """Whether the product of `tiles` of rows, `columns` and `group` runs a program, is neither few programs nor very
+        many."""
+        assert self.front is not None
+        programs = tiles * -(-self.front[0] // columns) * max(1, self.front[2] // group)
+        return programs <= PROGRAMS[1] and (programs >= PROGRAMS[0] or group == 1)
 
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
         read, rows, device = self.given(tensors)

@@ -78,10 +78,10 @@ def folded(x: Tensor, n: int) -> Tensor:
 def quantised(x: Tensor, n: int) -> Tensor:
     """Rounded to fp8 under a power of two a group, put back or with its bytes."""
     g = grouped(x.float(), n)
-    byte = exponent_byte(g.abs().amax(-1).clamp(min=1e-4) * (1 / 448))
-    values = (g * power_of_two(254 - byte)[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    byte = exponent_byte(g.abs().amax(-1, keepdim=True).clamp(min=1e-4) * (1 / 448))
+    values = (g * power_of_two(254 - byte)).clamp(-448, 448).to(torch.float8_e4m3fn)
     if n % 2:
-        return (values.float() * power_of_two(byte)[..., None]).bfloat16()
+        return (values.float() * power_of_two(byte)).bfloat16()
     return torch.cat((values.flatten(1).view(torch.uint8), byte.flatten(1).to(torch.uint8)), -1)
 
 

@@ -1,7 +1,7 @@
-"""Kernels at released widths (presets bench and flash) compile for Hopper and Blackwell.
+"""Kernels at released widths (presets bench and flash) compile for Hopper and Blackwell, as they are launched there.
 
 Hardly a register is spilled in passes over long rows, none where rows are held; what each launch takes stands at the
-end of the tests' output.
+end of the tests' output. A second launch comes up early and waits before it reads or stores what the first stored.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from tests.lowering.rowwise import boundaries
 from tests.lowering.rowwise.boundaries import layer_norm, rms_norm, seam_inputs
 from tests.strategies.tracing import trace
 from v41.lowering.cross_compile import Facts, Request, compile_for
-from v41.lowering.rowwise import GeneratedKernel, HeldKernel, Kernel, generate, pass_over
-from v41.lowering.rowwise.schedule import LATER
+from v41.lowering.rowwise import GeneratedKernel, HeldKernel, Kernel, generate, launch, pass_over
+from v41.lowering.rowwise.held import launch as held_launch
+from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
 from v41.tools.bench import seam
 from v41.tools.bench.rowwise_cases import CASES
 
@@ -27,18 +29,20 @@ POINTER = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
-QUICK = ("norm_rope_fp8", "router")
+QUICK = ("norm_rope_fp8", "router", "stream_gate")  # rows alone, a product in front, parts of a row
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
 
 
 def requests(
     kernel: Kernel, inputs: Callable[[int], Sequence[torch.Tensor]], rows: list[int], arch: str
 ) -> list[Request]:
-    """One request for each launch of the schedule of each of `rows`, with inputs of so many."""
+    """One request for each launch of the schedule of each of `rows`, with inputs of so many, on such a device."""
     found = []
     names = kernel.function.arg_names
+    can = lambda device: arch in ("sm_90", "sm_100")
     for count in rows:
-        call = kernel.prepare(inputs(count))
+        with patch.object(launch, "comes_up_early", can), patch.object(held_launch, "comes_up_early", can):
+            call = kernel.prepare(inputs(count))
         types = ["i32" if isinstance(arg, int) else POINTER[arg.dtype] for arg in call.arguments]
         signature = dict(zip(names, types, strict=False))
         for _, constants, options in call.steps():
@@ -50,6 +54,18 @@ def told(request: Request, fact: Facts) -> tuple[str, str]:
     """Which launch it is, and what it takes."""
     label = f"{fact.arch} " + " ".join(f"{name}={value}" for name, value in request.constants.items())
     return label, f"{fact.registers} registers, {fact.spill_bytes} bytes spilled, {fact.shared_bytes} shared"
+
+
+def check_waits(request: Request, fact: Facts) -> None:
+    """The first of two launches lets the second come up; that one waits before it reads or stores anything that the
+    first stores. A lone launch does neither."""
+    step, label = request.constants.get("STEP", ALL), told(request, fact)[0]
+    assert ("griddepcontrol.launch_dependents" in fact.ptx) == (step == FIRST), label
+    assert ("griddepcontrol.wait" in fact.ptx) == (step == LATER) == bool(request.options.get("launch_pdl")), label
+    if step == LATER:
+        ahead, _, behind = fact.ptx.partition("griddepcontrol.wait")
+        assert "st.global" not in ahead and "ld.global.cg" not in ahead, f"{label}: does not wait"
+        assert "st.global" in behind and "ld.global.cg" in behind, label  # .cg: as all that the first stored is read
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +83,7 @@ def test_boundary_compiles_with_hardly_a_spill(
         label, facts_found = told(request, fact)
         record_property(label, facts_found)
         assert fact.spill_bytes <= 192, label
+        check_waits(request, fact)
         assert re.search(r"ld\.global[\w.:]*\.v[24]|cp\.async", fact.ptx), f"{label}: narrow loads"
         products = request.constants["STEP"] != LATER
         assert ("mma.sync" in fact.ptx) == products and "wgmma" not in fact.ptx, f"{label}: another order of sums"
@@ -86,6 +103,7 @@ def test_the_work_between_products_compiles_with_hardly_a_spill(
     for request, fact in zip(asked, facts, strict=True):
         label, found = told(request, fact)
         record_property(label, found)
+        check_waits(request, fact)
         assert fact.spill_bytes <= (0 if isinstance(kernel, HeldKernel) else 256), label
     if isinstance(kernel, HeldKernel) and kernel.front is not None:
         products = [fact for request, fact in zip(asked, facts, strict=True)
