@@ -88,14 +88,15 @@ def written_inputs(gm: GraphModule) -> dict[Node, None]:
 def effect_of(node: Node) -> str | None:
     """ "writes", "collective", "random" or "asserts"; None for a node that only computes.
 
-    A subgraph call has the effect of a collective where its body holds one.
+    A subgraph call has the effect of a collective, or else of a draw, where its body holds one.
     """
     if node.op != "call_function":
         return None
     if written_args(node):
         return "writes"
     if node.target is invoke_subgraph:
-        return "collective" if any(effect_of(inner) == "collective" for inner in body_of(node).graph.nodes) else None
+        inside = {effect_of(inner) for inner in body_of(node).graph.nodes}
+        return next((effect for effect in ("collective", "random") if effect in inside), None)
     if node.target in ASSERTS:
         return "asserts"
     if isinstance(node.target, OpOverload):

@@ -35,7 +35,7 @@ from v41.passes.plan_passes import run_plan_pass
 from v41.passes.same_values import random_inputs
 from v41.passes.side_work import PARTS
 from v41.plan import Piece, Plan
-from v41.regions import flatten, region_of, regions
+from v41.regions import flatten, invoke_subgraph, outline, region_of, regions
 from v41.report import Decision
 from v41.runtime.executor import eager_artifact, executor
 
@@ -208,6 +208,32 @@ def test_writes_and_what_reads_them_stay() -> None:
     gm, plan = compiled(*BESIDE_WRITES)
     made, decisions = assign_streams(plan, RUNGS, by_nodes)
     assert any(each.applied for each in decisions)
+    check_streams(gm, plan, made)
+
+
+def test_a_body_that_layers_share_and_that_draws_stays() -> None:
+    """Numbers are drawn in order: beside a sublayer that draws, others would come."""
+
+    @torch.compiler.nested_compile_region
+    def noisy(x: Tensor, w: Tensor) -> Tensor:
+        return (torch.rand_like(x) @ w).exp()
+
+    def run(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        kept = []
+        for _ in range(2):
+            kept.append(noisy(x, w))
+            x = x.exp() * 0.1
+            for _ in range(3):
+                x = x.tanh()
+        return x, *kept
+
+    gm = trace(run, torch.randn(3, 4), static=(torch.randn(4, 4),))
+    for node in [node for node in gm.graph.nodes if node.target is torch.ops.aten.tanh.default]:
+        outline(gm, [node], kind="seam")
+    assert sum(node.target is invoke_subgraph for node in gm.graph.nodes) == 8
+    plan = planned(gm)
+    made, decisions = assign_streams(plan, RUNGS, by_nodes)
+    assert not any(each.applied for each in decisions)
     check_streams(gm, plan, made)
 
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from v41.passes.analysis.effects import bases, effect_of, viewed_args, written_args, written_inputs
+from v41.passes.analysis.effects import (
+    bases,
+    begins_collective,
+    effect_of,
+    ends_collective,
+    viewed_args,
+    written_args,
+    written_inputs,
+)
 from v41.regions import invoke_subgraph
 
 aten = torch.ops.aten
@@ -84,6 +92,45 @@ def test_through_a_subgraph_call() -> None:
     first, second = (node for node in gm.graph.nodes if node.op == "placeholder")
     assert written_args(call) == [second] and viewed_args(call) == [first] and effect_of(call) == "writes"
     assert list(written_inputs(gm)) == [second]
+
+
+def test_a_collective_begins_and_its_wait_ends_it() -> None:
+    g, a, _ = graph()
+    begun = g.call_function(torch.ops._c10d_functional.all_reduce.default, (a, "sum", "0"))
+    waited = g.call_function(torch.ops._c10d_functional.wait_tensor.default, (begun,))
+    other = g.call_function(aten.relu.default, (a,))
+    assert [begins_collective(node) for node in (a, begun, waited, other)] == [False, True, False, False]
+    assert [ends_collective(node) for node in (a, begun, waited, other)] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("inside", "effect"),
+    [
+        (["relu"], None),
+        (["rand"], "random"),
+        (["all_reduce"], "collective"),
+        (["rand", "all_reduce"], "collective"),  # other ranks wait for it
+        (["_assert_scalar"], None),  # holds or ends the program, whenever it runs
+    ],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_call_has_the_effects_of_its_body(inside: list[str], effect: str | None, depth: int) -> None:
+    ops = {"relu": aten.relu.default, "rand": aten.rand_like.default, "_assert_scalar": aten._assert_scalar.default,
+           "all_reduce": torch.ops._c10d_functional.all_reduce.default}  # fmt: skip
+    body, a, _ = graph()
+    body.output(tuple(body.call_function(ops[name], (a,)) for name in inside))
+    gm = GraphModule({}, body)
+    for _ in range(depth):
+        gm = calling(gm)
+    (call,) = (node for node in gm.graph.nodes if node.target is invoke_subgraph)
+    assert effect_of(call) == effect
+
+
+def calling(body: GraphModule) -> GraphModule:
+    """A program that calls `body` and nothing else."""
+    outer, a, b = graph()
+    outer.output((outer.call_function(invoke_subgraph, (outer.get_attr("body"), "body", a, b)),))
+    return GraphModule({"body": body}, outer)
 
 
 def test_an_unknown_higher_order_operator_may_return_anything_it_reads() -> None:
