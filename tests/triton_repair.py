@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.runtime import interpreter as it
 
 NARROW = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+RUN = 64  # numbers a dot sums exactly; a longer sum is rounded after each, as in dots that go on from each other
 Builder, Handle = it.InterpreterBuilder, it.TensorHandle
 plain_cast, plain_binary, plain_unary = Builder.cast_impl, Builder.binary_op, Builder.unary_op
 plain_tensor = it._patch_lang_tensor
@@ -98,8 +99,11 @@ def dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> An
             bits = side.view(np.uint32)
             bits[np.isfinite(side)] += 0x1000
             bits &= np.uint32(0xFFFFE000)
-    product = np.matmul(sides[0].astype(np.float64), sides[1].astype(np.float64)) + wide(d)
-    return rounded(torch.from_numpy(product), d.dtype.scalar)
+    total = wide(d)
+    for first in range(0, sides[0].shape[-1], RUN):
+        left, right = sides[0][..., first : first + RUN], sides[1][..., first : first + RUN, :]
+        total = (np.matmul(left.astype(np.float64), right.astype(np.float64)) + total).astype(np.float32)
+    return rounded(torch.from_numpy(total), d.dtype.scalar)
 
 
 def tree_sum(self: Any, input: Any) -> Any:

@@ -205,7 +205,7 @@ def tune(rows_list: Sequence[int]) -> Iterator[dict[str, Any]]:
     for rows in rows_list:
         sets = sets_of(rows)
         for spread in kernel.candidates(rows, sets[0][0].device):
-            record: dict[str, Any] = {"rows": rows, "spread": [spread.slice, spread.warps]}
+            record: dict[str, Any] = {"rows": rows, "spread": str(spread)}
             try:
                 launched = kernel.run(kernel.prepare(ordered(sets[0]), spread))
                 record["spills"] = [each.n_spills for each in launched]

@@ -11,10 +11,11 @@ from torch.fx import GraphModule
 
 from v41.lowering.rowwise import Unsupported, digest
 from v41.lowering.rowwise.read import described, outputs_of
-from v41.lowering.templates.attention.form import KIND, Form, NotTaken, form_of, lone_region, roles_of
+from v41.lowering.templates.attention.form import AS_IS, KIND, Form, NotTaken, form_of, lone_region, roles_of
 from v41.lowering.templates.attention.header import header
+from v41.lowering.templates.attention.keys import sizes_of
 from v41.lowering.templates.attention.launch import AttentionKernel, Spread
-from v41.lowering.templates.attention.text import BLOCK, blocks_of, text, tile_of_heads
+from v41.lowering.templates.attention.text import blocks_of, text, tile_of_heads
 
 __all__ = ["KIND", "AttentionKernel", "Form", "Spread", "generate"]
 
@@ -46,8 +47,8 @@ def _generate(body: GraphModule, name: str) -> AttentionKernel:
         outputs,
         heads,
         tiles,
-        BLOCK,
-        sum(blocks_of(form, branch) for branch in form.branches),
+        sum(map(blocks_of, form.branches)),
         form.width,
         max(branch.group for branch in form.branches),
+        {branch.name: sizes_of(branch, form.width) for branch in form.branches if branch.values != AS_IS},
     )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from v41.lowering.templates.decode import UNIT
 from v41.regions import is_region, region_of
 
 KIND = "attention"
@@ -112,7 +113,8 @@ def _is_packed_in_tiles(attrs: dict[str, Any]) -> bool:
     """Records of known values, in groups that tiles can hold, values first."""
     return all(
         branch.values == AS_IS
-        or (branch.values in VALUES and branch.scales in SCALES and _is_power(branch.group) and branch.group > 1
+        or (branch.values in VALUES and branch.scales in SCALES
+            and _is_power(branch.group) and UNIT <= branch.group <= attrs["width"]
             and branch.bytes == attrs["width"] // branch.group * (branch.group_bytes + 1))
         for branch in _branches(attrs)
     )  # fmt: skip

@@ -31,4 +31,4 @@ def header(name: str, form: Form, inputs: list[Tensor], outputs: list[Tensor]) -
 def _keys(branch: Branch, form: Form) -> str:
     packed = "as they are" if branch.values == AS_IS else (
         f"{branch.values} under {branch.scales} a {branch.group}, {branch.bytes} bytes")  # fmt: skip
-    return f"{branch.count} {branch.name}, hidden by {branch.mask}, {packed}; {blocks_of(form, branch)} blocks"
+    return f"{branch.count} {branch.name}, hidden by {branch.mask}, {packed}; {blocks_of(branch)} blocks"

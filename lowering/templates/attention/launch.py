@@ -8,47 +8,60 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from v41.lowering.rowwise.launch import DEEP, Call, Kernel, shared_memory
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
+from v41.lowering.templates.attention.text import BLOCK
+from v41.lowering.templates.decode import packs
 
 BLACKWELL = 10  # compute capability from which results lie in tensor memory
 
 
+NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
+
+
 @dataclass(frozen=True)
 class Spread:
-    """slice: channels a program, in two launches; 0: all of them, in one. warps: of each program."""
+    """slice: channels a program, in two launches; 0: all of them, in one. warps: of each program, or of the last
+    launch; there `stages` blocks are under way. keys, first_warps: of each program of the first launch."""
 
     slice: int
     warps: int = 4
+    stages: int = 1
+    keys: int = BLOCK
+    first_warps: int = 4
 
 
 MOST_IN_TWO = 64  # rows, in two launches
-SPREADS = (  # most rows, schedule
-    (4, Spread(64)),
-    (MOST_IN_TWO, Spread(128)),
+SPREADS = (  # most rows, schedule: the fastest measured on an H200 at 1, 16, 64 and 1024 rows
+    (4, Spread(32, stages=3, keys=16)),
+    (32, Spread(64)),
+    (MOST_IN_TWO, Spread(128, 8)),
     (1 << 62, Spread(0, 8)),  # results of 64 heads by 512 channels fill the registers of 8 warps
 )
 
 
 @dataclass
 class AttentionKernel(Kernel):
-    """tiles: programs that hold the heads of a row, `heads` each; `blocks` of `block` keys; width: of a head. narrow:
-    channels under one scale, below which no slice goes."""
+    """tiles: programs that hold the heads of a row, `heads` each; `blocks` of keys; width: of a head. narrow: channels
+    under one scale, below which no slice goes. sizes: bytes of the numbers that the units and the scales of packed
+    keys are read as."""
 
     heads: int
     tiles: int
-    block: int
     blocks: int
     width: int
     narrow: int
+    sizes: dict[str, tuple[int, int]]
 
     def schedule_for(self, rows: int, device: torch.device) -> Spread:
         """By rows; the last that takes two launches where the device cannot hold the results of one."""
         return by_rows(rows, takes_one_launch(device))
 
     def candidates(self, rows: int, device: torch.device) -> list[Spread]:
-        two = [Spread(slice, warps) for slice in (32, 64, 128, 256) for warps in (4, 8)]
+        two = [Spread(32, stages=3, keys=16), Spread(32, stages=3), Spread(64), Spread(64, stages=3), Spread(128),
+               Spread(128, 8), Spread(128, stages=3)]  # fmt: skip
         return [Spread(0, 8), *two] if takes_one_launch(device) else two
 
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
@@ -57,12 +70,23 @@ class AttentionKernel(Kernel):
         outputs, programs = self.results(rows, device), rows * self.tiles
         whole = chosen.slice == 0
         wide = self.width if whole else min(self.width, max(chosen.slice, self.narrow))
-        held = 0 if whole else programs * self.blocks * self.heads * self.block
-        scores = torch.empty(held, dtype=torch.float32, device=device)
-        steps = ((ALL, 1),) if whole else ((FIRST, self.blocks), (LATER, self.width // wide))
-        launches = [((programs, parts), {"SLICE": wide, "STEP": step}) for step, parts in steps if rows]
-        options = {"num_warps": chosen.warps, "enable_fp_fusion": False}
-        return Call(launches, [*read, *outputs, scores], options, outputs)
+        keys = self.blocks * BLOCK
+        scores = torch.empty(0 if whole else programs * keys * self.heads, dtype=torch.float32, device=device)
+        steps = ((ALL, 1),) if whole else ((FIRST, keys // chosen.keys), (LATER, self.width // wide))
+        constants = {"SLICE": wide, "KEYS": chosen.keys, "STAGES": chosen.stages, "PACKED": packs(device)}
+        launches = [((programs, parts), {**constants, "STEP": step}) for step, parts in steps if rows]
+        options = {"num_warps": chosen.warps if whole else chosen.first_warps, "enable_fp_fusion": False}
+        arguments = [*self.pointers(read), *outputs, scores]
+        return Call(launches, arguments, options, outputs, late={"num_warps": chosen.warps})
+
+    def pointers(self, read: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs; packed keys twice, as numbers that hold a unit and as such that hold scales."""
+        names = [what.name for what in self.inputs if what is not None]
+        found = []
+        for name, tensor in zip(names, read, strict=True):
+            sizes = self.sizes.get(name)
+            found += [tensor] if sizes is None else [tensor.view(NUMBERS[size]) for size in sizes]
+        return found
 
 
 def by_rows(rows: int, one_launch: bool) -> Spread:

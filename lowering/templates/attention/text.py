@@ -1,13 +1,19 @@
-"""text: the Triton source of an attention, specialised to its Form.
+"""text: the Triton source of an attention, specialised to its Form; keys.py has how it reads and decodes records.
 
-    scores     x = scale q.k of a block of keys                                    a program a row and block
+    scores     x = scale q.k of some keys                                          a program a row and keys
     values     top, total, p  <-  weigh(x), block after block, each relative    a program a row and slice
                to the largest score so far; o / (total + exp(sink - top))          of channels
     both       in one program, x never leaves it                                   a program a row
 
 Many rows take one launch of "both"; few take the other two, so that a row keeps many programs busy. Each way does the
 same operations on the same numbers in the same order: blocks of keys are what a softmax is relative to, slices of
-channels change nothing, and totals add neighbours in pairs. So a row's bits depend on neither the way nor the batch.
+channels change nothing, a sum over channels is the same in one product as in four that go on from each other, and
+totals add neighbours in pairs. So a row's bits depend on neither the way nor the batch.
+
+Channels of a tile stand as keys have them once decoded (../decode.py); what is written stands as the model has it.
+"both" sends its queries through memory, turned and in that order, since tensor cores take them from where they were
+loaded, else from registers, block after block. Its x stands in an `if`, which skips blocks that nobody sees: without
+that border Triton lays x out for the product behind it, in which half of a program does the whole of x.
 """
 
 from __future__ import annotations
@@ -16,11 +22,13 @@ from dataclasses import dataclass
 
 from v41.lowering.rowwise.schedule import FIRST, LATER
 from v41.lowering.templates.attention.form import AS_IS, Branch, Form
-from v41.lowering.templates.formats import ADDED, DECODERS, HEAD
+from v41.lowering.templates.attention.keys import branch_text
+from v41.lowering.templates.decode import ORDER, PART, SCALES, SPREAD, UNIT, keys_text
+from v41.lowering.templates.formats import ADDED, HEAD
 
 BLOCK = 64  # keys that are weighed at once, as in DeepSeek's own: it is part of the result. See SHORTEST in form.py
 HEADS_AT_ONCE, LEAST_HEADS = 64, 16  # rows of a tile that the tensor cores take
-CHUNK = 128  # channels of a tile where a program has all of them: what registers hold while it is decoded
+CHUNK = 128  # channels of a product where few keys are scored: what registers hold while it is decoded
 
 WEIGH = '''@triton.jit
 def weigh(x, top, total, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
@@ -34,10 +42,14 @@ def weigh(x, top, total, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.con
 
 def text(form: Form, name: str, operands: list[str]) -> str:
     """The file, without its first lines. operands: what the kernel reads, in order."""
-    used = dict.fromkeys(kind for branch in form.branches for kind in (branch.values, branch.scales))
-    parts = [HEAD, ADDED, WEIGH, *(DECODERS[kind] for kind in used if kind in DECODERS)]
+    packed = [branch for branch in form.branches if branch.values != AS_IS]
+    parts = [HEAD, ADDED, WEIGH, ORDER]
+    if packed:
+        parts.append(SPREAD)
+        parts += [SCALES[kind] for kind in dict.fromkeys(branch.scales for branch in packed)]
+        parts += [keys_text(kind) for kind in dict.fromkeys(branch.values for branch in packed)]
     parts += [turn_text(form)] if any(form.turns) else []
-    parts += [keys_text(branch, form) for branch in form.branches]
+    parts += [branch_text(branch, form.width) for branch in form.branches]
     parts.append(kernel_text(form, name, operands))
     return "\n\n".join(parts)
 
@@ -48,191 +60,241 @@ def tile_of_heads(form: Form) -> tuple[int, int]:
     return at_once, -(-form.heads // at_once)
 
 
-def blocks_of(form: Form, branch: Branch) -> int:
+def blocks_of(branch: Branch) -> int:
     return -(-branch.count // BLOCK)
+
+
+def parameters(form: Form, operands: list[str]) -> list[str]:
+    """Of the kernel: records come as units, and once more as numbers that hold scales."""
+    packed = {branch.name for branch in form.branches if branch.values != AS_IS}
+    return [name for each in operands for name in ((each, f"{each}_scales") if each in packed else (each,))]
 
 
 def turn_text(form: Form) -> str:
     pairs, kept = form.rotary // 2, form.width - form.rotary
     return f'''@triton.jit
 def turn(x, cos, sin, row, first, SIGN: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """fp32 [ROWS, WIDE] channels from `first` on: those from {kept} on turn in adjacent pairs."""
+    """bf16 [ROWS, WIDE] channels from `first` on: those from {kept} on turn in adjacent pairs, in fp32."""
     pair = (first - {kept}) // 2 + tl.arange(0, WIDE // 2)
     turns = (pair >= 0)[None, :]
     c = tl.load(cos + row * {pairs} + pair, mask=pair >= 0, other=1.0)[None, :]
     s = SIGN * tl.load(sin + row * {pairs} + pair, mask=pair >= 0, other=0.0)[None, :]
-    a, b = tl.split(tl.reshape(x, [ROWS, WIDE // 2, 2]))
-    return tl.reshape(tl.join(tl.where(turns, a * c - b * s, a), tl.where(turns, a * s + b * c, b)), [ROWS, WIDE])
+    a, b = tl.split(tl.reshape(x.to(tl.float32), [ROWS, WIDE // 2, 2]))
+    x = tl.join(tl.where(turns, a * c - b * s, a), tl.where(turns, a * s + b * c, b))
+    return tl.reshape(x, [ROWS, WIDE]).to(tl.bfloat16)
 '''
 
 
-def keys_text(branch: Branch, form: Form) -> str:
-    """The functions that say which keys of a block are seen, and that read some channels of them."""
-    block, count = BLOCK, branch.count
-    shown = "other=-1) >= 0" if branch.mask == "picks" else f"other=0).to(tl.int1) & (key < {count})"
-    lines = [
-        "@triton.jit",
-        f"def {branch.name}_seen({branch.mask}, row, block):",
-        f"    key = block * {block} + tl.arange(0, {block})",
-        f"    return tl.load({branch.mask} + row * {count} + key, mask=key < {count}, {shown}",
-        "",
-        "",
-        "@triton.jit",
-        f"def {branch.name}_keys({branch.name}, seen, row, block, first, WIDE: tl.constexpr):",
-        f'    """[{block}, WIDE] channels from `first` on, bf16; 0 of keys that are not seen."""',
-        f"    key = row * {count} + block * {block} + tl.arange(0, {block})",
-        *(_numbers(branch, form) if branch.values == AS_IS else _decoded(branch, form)),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _numbers(branch: Branch, form: Form) -> list[str]:
-    return [
-        f"    at = ({branch.name} + key * {form.width})[:, None]",
-        "    channel = first + tl.arange(0, WIDE)",
-        "    return tl.load(at + channel[None, :], mask=seen[:, None], other=0.0)",
-    ]
-
-
-def _decoded(branch: Branch, form: Form) -> list[str]:
-    held, block = branch.group_bytes, BLOCK
-    of_values = form.width // branch.group * held
-    lines = [
-        f"    at = ({branch.name} + key * {branch.bytes})[:, None]",
-        f"    group = (first // {branch.group} + tl.arange(0, WIDE // {branch.group}))[None, :]",
-        f"    byte = tl.load((at + group * {held})[:, :, None] + tl.arange(0, {held})[None, None, :], "
-        "mask=seen[:, None, None], other=0)",
-        f"    by = {branch.scales}(tl.load(at + {of_values} + group, mask=seen[:, None], other=0))[:, :, None]",
-    ]
-    if branch.values == "e2m1":
-        lines.append("    k = tl.join(e2m1(byte) * by, e2m1(byte >> 4) * by)")
-    else:
-        lines.append(f"    k = {branch.values}(byte) * by")
-    # the cast comes last: Triton 3.6 fails on a product of what was just reshaped
-    return [*lines, f"    return tl.reshape(k, [{block}, WIDE]).to(tl.bfloat16)"]
-
-
 @dataclass(frozen=True)
-class Chunk:
-    """Channels of a tile: from `first` on, `wide` of them; `name` ends what a variable of it is called."""
+class Channels:
+    """Of the channels of a tile: from `first` on, `wide` of them."""
 
-    name: str
     first: str
-    wide: str
-    turns: bool  # whether any of them may turn
+    wide: int
 
     @property
-    def channel(self) -> str:
+    def each(self) -> str:
         return f"{self.first} + tl.arange(0, {self.wide})[None, :]"
 
 
-def chunks_of(form: Form) -> list[Chunk]:
-    """All channels, in tiles."""
-    wide, kept = min(CHUNK, form.width), form.width - form.rotary
-    return [Chunk(str(i), str(at), str(wide), at + wide > kept) for i, at in enumerate(range(0, form.width, wide))]
+def last_of(form: Form) -> Channels:
+    """A tile that holds all that turns."""
+    wide = max(UNIT, 1 << (form.rotary - 1).bit_length())
+    return Channels(str(form.width - wide), wide)
 
 
 def kernel_text(form: Form, name: str, operands: list[str]) -> str:
     rows, tiles = tile_of_heads(form)
-    every, slice_ = chunks_of(form), Chunk("", "first", "SLICE", bool(form.rotary))
+    constants = ("SLICE", "STEP", "KEYS", "STAGES", "PACKED")
     lines = [
         "@triton.jit",
-        f"def {name}({', '.join(operands)}, out, scores, SLICE: tl.constexpr, STEP: tl.constexpr):",
+        f"def {name}({', '.join([*parameters(form, operands), 'out', 'scores'])},",
+        f"    {', '.join(f'{each}: tl.constexpr' for each in constants)}):",
         f"    row = (tl.program_id(0) // {tiles}).to(tl.int64)",
         f"    head = tl.program_id(0) % {tiles} * {rows} + tl.arange(0, {rows})",
         f"    here = (head < {form.heads})[:, None]",
         f"    home = (row * {form.heads} + head)[:, None] * {form.width}",
-        f"    if STEP == {LATER}:",
-        "        first = tl.program_id(1) * SLICE",
-        *_values(form, [slice_], rows, scored=True),
+        f"    if STEP == {FIRST}:",
+        *("        " + line for line in _scores(form, rows)),
+        f"    elif STEP == {LATER}:",
+        *("        " + line for line in _values(form, rows)),
         "    else:",
-        *_queries(form, every, rows),
-        f"        if STEP == {FIRST}:",
-        *_scores(form, every, rows),
-        "        else:",
-        *("    " + line for line in _values(form, every, rows, scored=False)),
+        *("        " + line for line in _both(form, rows)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _queries(form: Form, chunks: list[Chunk], rows: int) -> list[str]:
-    lines = []
-    for chunk in chunks:
-        lines.append(f"        q{chunk.name} = tl.load(queries + home + {chunk.channel}, mask=here, other=0.0)")
-        lines += _turned(f"        q{chunk.name}", form, 0, chunk, rows)
-    return lines
+def _masked(form: Form, rows: int) -> tuple[str, str]:
+    """Of loads and stores, where a tile has more heads than there are."""
+    return ("", "") if form.heads % rows == 0 else (", mask=here, other=0.0", ", mask=here")
 
 
-def _turned(what: str, form: Form, which: int, chunk: Chunk, rows: int) -> list[str]:
-    """Rotation number `which` of `what`, rounded, if there is one."""
+def _turned(x: str, form: Form, which: int, channels: Channels, rows: int) -> str:
+    """Rotation number `which` of x, if there is one."""
     sign = form.turns[which]
-    if not sign or not chunk.turns:
-        return []
-    place = f"row, {chunk.first}, {sign}, {rows}, {chunk.wide}"
-    return [f"{what} = turn({what.strip()}.to(tl.float32), cos, sin, {place}).to(tl.bfloat16)"]
+    return f"turn({x}, cos, sin, row, {channels.first}, {sign}, {rows}, {channels.wide})" if sign else x
 
 
-def _read(branch: Branch, number: str, chunks: list[Chunk]) -> list[str]:
-    """Block `number` of a branch: what is seen, and its keys, a variable a chunk."""
-    keys = (f"k{c.name} = {branch.name}_keys({branch.name}, seen, row, {number}, {c.first}, {c.wide})" for c in chunks)
-    return [f"seen = {branch.name}_seen({branch.mask}, row, {number})", *keys]
+def _seen(branch: Branch, number: str, keys: str) -> str:
+    return f"seen = {branch.name}_seen({branch.mask}, row, {number}, {keys})"
 
 
-def _score(form: Form, chunks: list[Chunk]) -> list[str]:
-    """x of the block that was read."""
-    first, *others = (c.name for c in chunks)
-    return [
-        f"x = tl.dot(q{first}, k{first}.trans())",
-        *(f"x = tl.dot(q{name}, k{name}.trans(), x)" for name in others),
-        f'x = tl.where(seen[None, :], x * {form.scale!r}, float("-inf"))',
-    ]
+def _read(branch: Branch, held: str, number: str, keys: str, channels: Channels | str) -> str:
+    """What some channels of some keys are held as."""
+    first, wide = (channels.first, channels.wide) if isinstance(channels, Channels) else ("first", channels)
+    pointers = branch.name if branch.values == AS_IS else f"{branch.name}, {branch.name}_scales"
+    return f"{held} = {branch.name}_read({pointers}, row, {number}, {first}, {keys}, {wide})"
 
 
-def _place(form: Form, rows: int) -> str:
-    """Where the scores of block `number` of this program's row and heads lie."""
-    block, total = BLOCK, sum(blocks_of(form, branch) for branch in form.branches)
-    return (f"((tl.program_id(0).to(tl.int64) * {total} + number) * {rows} + tl.arange(0, {rows}))[:, None] * {block} "
-            f"+ tl.arange(0, {block})[None, :]")  # fmt: skip
-
-
-def _own(start: int) -> str:
-    """The number of a block in its branch, whose first is block `start` of all."""
-    return f"number - {start}" if start else "number"
-
-
-def _scores(form: Form, chunks: list[Chunk], rows: int) -> list[str]:
-    """Of the one block that this program has."""
-    lines, start = ["            number = tl.program_id(1)", f"            at = scores + {_place(form, rows)}"], 0
+def _starts(form: Form) -> list[tuple[Branch, int]]:
+    """Branches with the number of blocks before each."""
+    found, start = [], 0
     for branch in form.branches:
-        end = start + blocks_of(form, branch)
-        lines.append(f"            if (number >= {start}) & (number < {end}):")
-        body = [*_read(branch, _own(start), chunks), *_score(form, chunks), "tl.store(at, x)"]
-        lines += [" " * 16 + line for line in body]
-        start = end
+        found.append((branch, start))
+        start += blocks_of(branch)
+    return found
+
+
+# ---- scores and values
+
+
+def _place(form: Form, rows: int, key: str, keys: str) -> str:
+    """Where scores of this program's row and heads lie: block after block [heads, BLOCK], from key number `key` on."""
+    total = sum(map(blocks_of, form.branches))
+    block = f"(tl.program_id(0).to(tl.int64) * {total} + {key} // {BLOCK}) * {rows}"
+    return f"({block} + tl.arange(0, {rows}))[:, None] * {BLOCK} + {key} % {BLOCK} + tl.arange(0, {keys})[None, :]"
+
+
+def _scores(form: Form, rows: int) -> list[str]:
+    """Of the KEYS that this program has."""
+    wide, kept = min(CHUNK, form.width), form.width - form.rotary
+    chunks = [Channels(str(first), wide) for first in range(0, form.width, wide)]
+    load, _ = _masked(form, rows)
+    lines = ["start = tl.program_id(1) * KEYS", f"at = scores + {_place(form, rows, 'start', 'KEYS')}"]
+    for i, chunk in enumerate(chunks):
+        lines.append(f"q{i} = tl.load(queries + home + {chunk.each}{load})")
+        if int(chunk.first) + wide > kept and form.turns[0]:
+            lines.append(f"q{i} = {_turned(f'q{i}', form, 0, chunk, rows)}")
+        lines.append(f"q{i} = ordered(q{i}, {rows}, {wide // UNIT})")
+    for branch, start in _starts(form):
+        end = (start + blocks_of(branch)) * BLOCK
+        tile = f"{branch.name}_tile(held{{i}}, seen, KEYS, {wide}, PACKED).trans()"
+        body = [
+            f"number = tl.program_id(1) - {start * BLOCK} // KEYS",
+            _seen(branch, "number", "KEYS"),
+            *(_read(branch, f"held{i}", "number", "KEYS", chunk) for i, chunk in enumerate(chunks)),
+            f"x = tl.dot(q0, {tile.format(i=0)})",
+            *(f"x = tl.dot(q{i}, {tile.format(i=i)}, x)" for i in range(1, len(chunks))),
+            f'tl.store(at, tl.where(seen[None, :], x * {form.scale!r}, float("-inf")))',
+        ]
+        lines += [f"if (start >= {start * BLOCK}) & (start < {end}):", *("    " + line for line in body)]
     return lines
 
 
-def _values(form: Form, chunks: list[Chunk], rows: int, scored: bool) -> list[str]:
-    """Blocks one after another, their scores computed here or before; then the output."""
-    block, levels = BLOCK, BLOCK.bit_length() - 1
-    lines = [
+def _values(form: Form, rows: int) -> list[str]:
+    """SLICE channels of the output, from scores that were computed before."""
+    _, store = _masked(form, rows)
+    lines = ["first = tl.program_id(1) * SLICE", *_empty(rows, "SLICE")]
+    for branch, start in _starts(form):
+        body = [
+            _read(branch, "held", "number", str(BLOCK), "SLICE"),
+            f"x = tl.load(scores + {_place(form, rows, f'(number + {start}) * {BLOCK}', str(BLOCK))})",
+            _seen(branch, "number", str(BLOCK)),
+            f"k = {branch.name}_tile(held, seen, {BLOCK}, SLICE, PACKED)",
+            _weighed(rows),
+            "o = tl.dot(p, k, o * fade)",
+        ]
+        lines += [f"for number in tl.range(0, {blocks_of(branch)}, num_stages=STAGES):"]
+        lines += ["    " + line for line in body]
+    lines += [*_divided(form), f"y = restored(y, {rows}, SLICE // {UNIT})"]
+    if form.turns[1]:
+        lines.append(f"y = turn(y, cos, sin, row, first, {form.turns[1]}, {rows}, SLICE)")
+    return [*lines, f"tl.store(out + home + first + tl.arange(0, SLICE)[None, :], y{store})"]
+
+
+def _empty(rows: int, wide: int | str) -> list[str]:
+    return [
         f"top = tl.full([{rows}], -1e30, tl.float32)",
         f"total = tl.zeros([{rows}], tl.float32)",
-        *(f"o{c.name} = tl.zeros([{rows}, {c.wide}], tl.float32)" for c in chunks),
+        f"o = tl.zeros([{rows}, {wide}], tl.float32)",
     ]
-    start = 0
-    for branch in form.branches:
-        end = start + blocks_of(form, branch)
-        body = [
-            *_read(branch, _own(start), chunks),
-            *([f"x = tl.load(scores + {_place(form, rows)})"] if scored else _score(form, chunks)),
-            f"top, total, fade, p = weigh(x, top, total, {rows}, {block}, {levels})",
-            *(f"o{c.name} = tl.dot(p, k{c.name}, o{c.name} * fade)" for c in chunks),
+
+
+def _weighed(rows: int) -> str:
+    return f"top, total, fade, p = weigh(x, top, total, {rows}, {BLOCK}, {BLOCK.bit_length() - 1})"
+
+
+def _divided(form: Form) -> list[str]:
+    return [
+        f"total += tl.exp(tl.load(sink + head, mask=head < {form.heads}, other=0.0).to(tl.float32) - top)",
+        "y = (o * (1.0 / total)[:, None]).to(tl.bfloat16)",
+    ]
+
+
+# ---- both in one
+
+
+def _both(form: Form, rows: int) -> list[str]:
+    all_ = Channels("0", form.width)
+    load, store = _masked(form, rows)
+    lines = [f"channel = tl.arange(0, {form.width})[None, :]", *_queries(form, rows), *_empty(rows, form.width)]
+    for branch, _ in _starts(form):
+        scored = [
+            "x = tl.dot(q, k.trans())",
+            f'x = tl.where(seen[None, :], x * {form.scale!r}, float("-inf"))',
+            _weighed(rows),
         ]
-        lines += [f"for number in range({start}, {end}):", *("    " + line for line in body)]
-        start = end
-    lines.append(f"total += tl.exp(tl.load(sink + head, mask=head < {form.heads}, other=0.0).to(tl.float32) - top)")
-    for c in chunks:
-        lines.append(f"y = (o{c.name} / total[:, None]).to(tl.bfloat16)")
-        lines += [*_turned("y", form, 1, c, rows), f"tl.store(out + home + {c.channel}, y, mask=here)"]
-    return ["        " + line for line in lines]
+        body = [
+            _read(branch, "held", "number", str(BLOCK), all_),
+            _seen(branch, "number", str(BLOCK)),
+            f"k = {branch.name}_tile(held, seen, {BLOCK}, {form.width}, PACKED)",
+            f"fade = tl.full([{rows}, 1], 1.0, tl.float32)",
+            f"p = tl.zeros([{rows}, {BLOCK}], tl.bfloat16)",
+            "if tl.max(seen.to(tl.int32), 0) > 0:",
+            *("    " + line for line in scored),
+            "o = tl.dot(p, k, o * fade)",
+        ]
+        lines += [f"for number in tl.range(0, {blocks_of(branch)}, num_stages=1):"]
+        lines += ["    " + line for line in body]
+    lines += [
+        *_divided(form),
+        f"y = restored(y, {rows}, {form.width // UNIT})",
+        f"tl.store(out + home + channel, y{store})",
+    ]
+    if form.turns[1]:
+        last = last_of(form)
+        lines += [
+            "tl.debug_barrier()",
+            f"y = {_turned(f'tl.load(out + home + {last.each}{load})', form, 1, last, rows)}",
+            "tl.debug_barrier()",
+            f"tl.store(out + home + {last.each}, y{store})",
+        ]
+    return lines
+
+
+def _queries(form: Form, rows: int) -> list[str]:
+    """Turned, and in the order of decoded keys, through this row's place in `out`: what turns is a tile of its own."""
+    load, store = _masked(form, rows)
+    lines = [
+        f"q = tl.load(queries + home + channel{load})",
+        f"q = ordered(q, {rows}, {form.width // UNIT})",
+    ]
+    if not form.turns[0]:
+        lines.append(f"tl.store(out + home + channel, q{store})")
+    else:
+        last, part = last_of(form), min(PART, form.width // UNIT)
+        run = UNIT * part
+        stands = (
+            f"channel // {run} * {run} + channel % {part} * {UNIT} < {last.first}"  # channels of a unit go together
+        )
+        here = " & here" if store else ""
+        units = last.wide // UNIT
+        lines += [
+            f"tl.store(out + home + channel, q, mask=({stands}){here})",
+            f"q = {_turned(f'tl.load(queries + home + {last.each}{load})', form, 0, last, rows)}",
+            f"q = tl.permute(tl.reshape(q, [{rows}, {units}, {UNIT}]), (0, 2, 1))",
+            f"unit = {int(last.first) // UNIT} + tl.arange(0, {units})[None, None, :]",
+            f"place = unit // {part} * {run} + unit % {part} + tl.arange(0, {UNIT})[None, :, None] * {part}",
+            f"tl.store(out + home[:, :, None] + place, q{', mask=here[:, :, None]' if store else ''})",
+        ]
+    return [*lines, "tl.debug_barrier()", f"q = tl.load(out + home + channel{load})"]

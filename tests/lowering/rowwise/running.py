@@ -41,14 +41,13 @@ def schedules_of(kernel: Kernel) -> Sequence[Any]:
     return SCHEDULES
 
 
-def interpret(
-    interpreter: Interpreter, kernel: Kernel, inputs: Sequence[Any], schedule: Any = None
-) -> list[Tensor]:
+def interpret(interpreter: Interpreter, kernel: Kernel, inputs: Sequence[Any], schedule: Any = None) -> list[Tensor]:
     """The kernel's outputs, poisoned before it runs."""
     call = kernel.prepare(inputs, schedule)
     for output in call.outputs:
         output.fill_(float("nan") if output.is_floating_point() else 77)
-    arguments = call.arguments
+    # each of its own: views of one memory as two types do not travel
+    arguments = [arg.clone() if isinstance(arg, Tensor) else arg for arg in call.arguments]
     for grid, constants in call.launches:
         arguments = [
             *interpreter.launch(kernel.path, kernel.name, grid, *arguments, **constants),
@@ -56,7 +55,7 @@ def interpret(
         ]
     left = [after for arg, after in zip(call.arguments, arguments, strict=True) if arg is call.counters is not None]
     assert not any(counters.any() for counters in left), "a launch leaves arrival counters behind"
-    first = sum(what is not None for what in kernel.inputs)
+    first = next((i for i, arg in enumerate(call.arguments) if arg is call.outputs[0]), 0)
     return arguments[first : first + len(call.outputs)]
 
 

@@ -1,6 +1,6 @@
 """Attention of every preset, all heads or a rank's share of them, compiles for Hopper and Blackwell.
 
-Two launches spill nothing, one little (with Triton 3.6, much). What each takes stands at the end of the tests' output.
+On Hopper nothing is spilled, whatever the launch. What each takes stands at the end of the tests' output.
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import triton  # type: ignore[import-untyped]
 
 from tests.lowering.templates.regions import kernel_of
 from tests.strategies.attention import Spelling
 from v41.lowering.cross_compile import Request, compile_for
-from v41.lowering.rowwise.schedule import ALL
 from v41.lowering.templates.attention import AttentionKernel
 from v41.lowering.templates.attention.launch import by_rows
 from v41.model_def.config import V41Config
 
-POINTER = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.bool: "*i1", torch.uint8: "*u8"}
-MODERN = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-SPILLED = 256 if MODERN else 2200  # bytes a thread, of the launch in which results fill the registers
+POINTER = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.bool: "*i1", torch.uint8: "*u8",
+           torch.int16: "*i16", torch.int32: "*i32"}  # fmt: skip
+SPILLED = {"sm_90": 0, "sm_100": 512}  # bytes a thread
 SHARED = 227 << 10  # bytes a program may have
 
 
@@ -45,7 +43,7 @@ def requests(kernel: AttentionKernel, rows: int, arch: str) -> list[Request]:
     call = kernel.prepare(inputs, by_rows(rows, one_launch=arch == "sm_90"))
     types = dict(zip(kernel.function.arg_names, (POINTER[arg.dtype] for arg in call.arguments), strict=False))
     return [
-        Request(str(kernel.path), kernel.name, types, constants, arch, (), options)
+        Request(str(kernel.path), kernel.name, types, constants | {"PACKED": True}, arch, (), options)  # as on a GPU
         for _, constants, options in call.steps()
     ]
 
@@ -59,12 +57,13 @@ def test_compiles_with_hardly_a_spill(
     preset: str, ratio: int, ranks: int, arch: str, record_property: Callable[[str, object], None]
 ) -> None:
     kernel = kernel_of(spelling(preset, ratio, ranks))
-    asked = [request for rows in (1, 1024) for request in requests(kernel, rows, arch)]
+    asked = [request for rows in (1, 16, 64, 1024) for request in requests(kernel, rows, arch)]
     for request, fact in zip(asked, compile_for(asked), strict=True):
-        label = f"{preset}/{ranks} ratio {ratio} {fact.arch} STEP={request.constants['STEP']}"
+        step, slice_ = request.constants["STEP"], request.constants["SLICE"]
+        label = f"{preset}/{ranks} ratio {ratio} {fact.arch} STEP={step} SLICE={slice_}"
         facts = f"{fact.registers} registers, {fact.spill_bytes} bytes spilled, {fact.shared_bytes} shared"
         record_property(label, facts)
-        assert fact.spill_bytes <= SPILLED * (request.constants["STEP"] == ALL), label
+        assert fact.spill_bytes <= SPILLED[arch], label
         assert fact.shared_bytes <= SHARED, label
         products = ("mma.sync" if kernel.heads < 64 else "tcgen05" if arch == "sm_100" else "wgmma") + "."
         made = [each for each in ("mma.sync.", "tcgen05.mma.", "wgmma.mma") if each in fact.ptx]
