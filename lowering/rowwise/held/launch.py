@@ -75,8 +75,8 @@ class HeldKernel(Kernel):
         return list(dict.fromkeys([self.schedule_for(rows, device), *ways]))
 
     def _fills(self, tiles: int, columns: int, group: int) -> bool:
-        """Whether the product of `tiles` of rows, `columns` and `group` runs a program, is neither few programs nor very
-        many."""
+        """Whether the product of `tiles` of rows, `columns` and `group` runs a program, is neither few programs nor
+        very many."""
         assert self.front is not None
         programs = tiles * -(-self.front[0] // columns) * max(1, self.front[2] // group)
         return programs <= PROGRAMS[1] and (programs >= PROGRAMS[0] or group == 1)
