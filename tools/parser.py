@@ -43,7 +43,7 @@ EXAMPLES = {  # command -> what one types, and what for; None: of all commands
     ],
     "passes": [("v41 passes run/ --strict", "exit code 1 where a pass refused a site or failed")],
     "why-not": [
-        ("v41 why-not outline_mhc -m run/", "all refused sites, or, where there are none, the nearest miss"),
+        ("v41 why-not outline_mhc -m run/", "all refused sites, else the nearest miss"),
         ("v41 why-not outline_mhc view_212 -m run/", "one of them"),
     ],
     "diff": [("v41 diff outline_gate -m run/ --all", "every node that a pass added, moved or took away")],
@@ -60,10 +60,6 @@ EXAMPLES = {  # command -> what one types, and what for; None: of all commands
 
 class Parser(argparse.ArgumentParser):
     """Like its parent, and see above."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        named.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(*given, **named)
 
     def format_help(self) -> str:
         command = self.prog.partition(" ")[2] or None
