@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cpu_graphs import CpuGraphs
 from tests.strategies.plans import plan
 from v41.errors import BenchNeedsGPU, StepNotCaptured
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
-from v41.tools.bench import overlap
+from v41.tools.bench import overlap, overlap_stress
 from v41.tools.bench.overlap import copied, overview, run, sites_table, verdict
-from v41.tools.bench.overlap_stress import bits, copy_of, kept, lanes_for, loop, same, stressed
+from v41.tools.bench.overlap_stress import (
+    SPIN,
+    DelayedFlight,
+    DelayedLanes,
+    bits,
+    copy_of,
+    kept,
+    lanes_for,
+    loop,
+    same,
+    stressed,
+)
 from v41.tools.bench.program_cases import Case, prepare
 from v41.tools.cli import main, parser
 from v41.tools.inspect import first_layers
@@ -60,6 +73,31 @@ def test_a_decode_loop_reads_its_own_tokens_and_gives_the_same_bits() -> None:
     assert (found["steps"], found["uncaptured"], found["captured"], found["caches_same"]) == (6, 0, 0, True)
     assert found["tokens"] > 1 and same(kept(before), kept(case.cache))  # requests differ, and the case is untouched
     assert stressed(step, model.config, case, 6, seconds=0)["steps"] == 1
+
+
+class Quiet:
+    """A flight without streams."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def test_captured_steps_of_the_loop_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with what stands in for graphs: several of them in turn, and every eighth step uncaptured."""
+    model, (case, _), step, _ = dry()
+    graphs: list[CpuGraphs] = []
+
+    def made(device: torch.device) -> CpuGraphs:
+        graphs.append(CpuGraphs())
+        return graphs[-1]
+
+    monkeypatch.setattr(overlap_stress, "CudaGraphs", made)
+    monkeypatch.setattr(overlap_stress, "lanes_for", lambda *_: lambda plan: Quiet)
+    found = stressed(replace(step, device=torch.device("cuda")), model.config, case, 6, seconds=60)
+    assert (found["steps"], found["uncaptured"], found["captured"], found["caches_same"]) == (6, 0, 0, True)
+    one, *delayed = graphs
+    assert [len(delayed), one.graphs[0].replays] == [overlap_stress.GRAPHS, 5]
+    assert [sum(graph.replays for graph in each.graphs) for each in delayed] == [0, 1, 0, 0]  # warm-ups, then a replay
 
 
 def test_a_step_that_goes_wrong_once_spoils_the_rest() -> None:
@@ -196,6 +234,39 @@ def test_lanes_have_as_many_streams_and_events_as_the_plan() -> None:
     made = plan("x", "y", "a: x -> y,", "b@2: x -> z,", events=["start b", "b end"])
     lanes_for(lambda *facts: seen.append(facts), torch.device("cpu"), "drawn")(made)  # type: ignore[arg-type]
     assert seen == [(torch.device("cpu"), 2, 2, "drawn")]
+
+
+def test_delays_stand_ahead_of_records_and_behind_waits_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Stream:
+        def wait_event(self, event: object) -> None:
+            calls.append("wait")
+
+    class Event:
+        def record(self, stream: object) -> None:
+            calls.append("record")
+
+    def spins(cycles: int) -> None:
+        assert 0 < cycles < SPIN
+        calls.append("spin")
+
+    monkeypatch.setattr(torch.cuda, "_sleep", spins)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: calls.append("switch"))
+    lanes = DelayedLanes.__new__(DelayedLanes)
+    lanes.draw = random.Random(0)
+    flight = DelayedFlight(lanes, [Stream(), Stream()], [Event()])  # type: ignore[list-item]
+    orders: dict[str, set[tuple[str, ...]]] = {"record": set(), "wait": set(), "switch": set()}
+    for _ in range(30):
+        for name, call in ("record", flight.mark), ("wait", flight.wait), ("switch", flight.switch):
+            calls.clear()
+            call(0)
+            orders[name].add(tuple(calls))
+    assert orders == {
+        "record": {("record",), ("spin", "record")},
+        "wait": {("wait",), ("wait", "spin")},
+        "switch": {("switch",), ("switch", "spin")},
+    }
 
 
 def test_of_several_plans_the_one_of_the_rows_is_taken() -> None:
