@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule
 
 import v41
+from tests.passes.test_drop_lone_collectives import all_reduced, alone
 from tests.strategies import (
     attention,
     compressors,
@@ -29,10 +31,13 @@ from tests.strategies import (
     mhc,
     norms,
     output_projections,
+    reduced,
 )
+from tests.strategies.ranks import ranks
 from tests.strategies.whole_programs import inputs_of
 from v41.passes.alone import in_order, inductor_pass, key_of, sources_of
 from v41.passes.canonicalize import canonicalize
+from v41.passes.drop_lone_collectives import drop_lone_collectives
 from v41.passes.fold_sinkhorn import fold_sinkhorn
 from v41.passes.outline_mhc import outline_mhc
 from v41.passes.pipeline import PIPELINE, Pass
@@ -146,6 +151,29 @@ def test_whatever_is_outlined_is_found_in_inductors_graph_and_keeps_its_values(n
     assert next(run for run in report.passes if run.name == pass_name).applied >= 1
     pairs = zip(_flat(ours), _flat(plain), strict=True)
     assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs)
+
+
+def test_a_collective_of_one_rank_goes_from_inductors_graph() -> None:
+    x = torch.randn(5, 8)
+    with alone():
+        group = dist.group.WORLD.group_name
+        ours, (report,) = compiled(
+            lambda x: all_reduced(x + 1, group).sin(), x, **{POST: inductor_pass(drop_lone_collectives, verify=True)}
+        )
+    assert [(run.applied, run.failure) for run in report.passes] == [(1, None)]
+    assert torch.equal(ours, (x + 1).sin())
+
+
+def test_sums_over_ranks_are_found_in_inductors_graph_with_the_norms_that_read_them() -> None:
+    program = reduced.Norms((reduced.Sum(), reduced.Sum("in fp32")))
+    with ranks(reduced.RANKS):
+        every = inductor_pass(*(each.run for each in PIPELINE), verify=True)
+        plain, _ = compiled(lambda *given: program.run(*given), *program.tensors())
+        ours, (report,) = compiled(lambda *given: program.run(*given), *program.tensors(), **{POST: every})
+    told = {run.name: run.applied for run in report.passes if run.decisions}
+    assert told == {"outline_norm_quantise": 2, "fuse_all_reduce": 2}
+    assert [run.failure for run in report.passes if run.failure] == []
+    assert all(map(torch.equal, ours, plain))
 
 
 def _flat(results: Any) -> list[Tensor]:
