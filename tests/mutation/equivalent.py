@@ -8,4 +8,5 @@ EQUIVALENT: dict[str, str] = {
     "passes/partition.py partition: late  ->  True": "a last draft without nodes becomes no piece",
     "passes/outline_output_projection.py Factor.rounding: node is not self.rows and formats_of(node, self.rows)"
     "  ->  formats_of(node, self.rows)": "from rows to themselves no node leads, so no format is read",
+    "passes/analysis/counts.py counts: gm not in known  ->  True": "a body is counted again, and comes out the same",
 }

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.passes.test_trim_replay import trimmed
 from tests.strategies.rows import build, fakes, step
+from tests.strategies.tracing import trace
 from v41.passes.analysis import cost
 from v41.passes.analysis.cost import Cost, Costs
 from v41.passes.matching import shape
@@ -75,6 +76,17 @@ def test_products_cost_what_torch_counts(program: str) -> None:
     products = [node for name in ("aten.mm", "aten.bmm") for node in nodes_of(gm, name)]
     assert products
     assert sum(numbers(Costs().node(node)).flops for node in products) == counter.get_total_flops() > 0
+
+
+def test_numbers_among_the_operands_of_a_product_are_left_as_they_are() -> None:
+    """A convolution has steps, pads and no bias beside its tensors."""
+    x, w = torch.randn(10, 4, 8), torch.randn(5, 4, 3)
+    gm = trace(lambda x, w: torch.nn.functional.conv1d(x, w, stride=2, padding=1), x, static=[w])
+    (node,) = nodes_of(gm, "convolution")
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.conv1d(x, w, stride=2, padding=1)
+    (rows,) = (str(symbol) for symbol in Costs().node(node).read.free_symbols)
+    assert Costs().node(node).at(**{rows: 10}).flops == counter.get_total_flops() > 0
 
 
 def test_what_is_trimmed_costs_by_the_rows_that_are_kept() -> None:
