@@ -94,7 +94,7 @@ def warm_up(
         blocks = {m: round_up(count, buckets.blocks) for m, count in block_counts(config, context).items()}
         for rung in rungs:
             for _ in range(2):
-                forward(batch_of_sizes(config, cache, [], Sizes(rung, rung, rung, 1, blocks, rung, rung)), cache)
+                forward(batch_of_sizes(config, cache, [], Sizes(rung, rung, rung, 1, blocks, rung)), cache)
 
 
 def greedy(logits: Tensor) -> Tensor:
