@@ -100,15 +100,16 @@ def drawings(run: Run) -> list[dict[str, str]]:
 
 
 def bars(run: Run, step: Step) -> list[dict[str, Any]]:
-    """The work of each layer by kind, as wide as the least µs that it takes."""
+    """The work of each layer by kind: the least µs that it takes, and as how many of 1000 parts it is drawn."""
     found: dict[tuple[int | None, str], float] = {}
     for work in run.work:
         moved = evaluate(work.read, step.symbols) + evaluate(work.written, step.symbols)
         flops = evaluate(work.flops, step.symbols) if work.flops is not None else 0
         least = work.count * GPU.seconds(moved, flops) * 1e6
         found[work.layer, work.kind] = found.get((work.layer, work.kind), 0.0) + least
+    total = sum(found.values()) or 1.0
     return [
         {"title": f"{f'layer {layer}' if layer is not None else 'ends'}: {kind}, {least:.3g} µs", "weight": least,
-         "region": kind not in (PRODUCTS, OTHERS)}
+         "share": 1000 * least / total, "region": kind not in (PRODUCTS, OTHERS)}
         for (layer, kind), least in found.items()
     ]  # fmt: skip
