@@ -1,11 +1,12 @@
 """restrict_index_scores: a re-indexer scores its candidates only, in place of scoring all and hiding the others.
 
-    before   kept [T, B] -> repeat -> mask [T, E]      index_scores(q, w, cache, entries [E], mask) -> picks
-    after    kept [T, B] -> blocks [T, K], ascending, then -1                        K = min(keep, B)
+    before   source -> kept [T, B] -> repeat -> mask [T, E]      index_scores(q, w, cache, entries [E], mask) -> picks
+    after    source -> blocks [T, K], ascending, then -1                             K = min(keep, B)
              index_scores(q, w, cache, entries of the blocks [T, K * block], restricted=True) -> picks
 
 Site: a region index_scores that picks among candidates. Legal when all RULES hold: they are whole blocks, of which a
-region of the program keeps at most `keep` for a row. The new body is the old one, run again on other sizes: every row
+region of the program keeps at most `keep` for a row. That region gets the list of them as one more output, in place
+of the mask where nobody else reads it. The new body is the old one, run again on other sizes: every row
 is a request of its own (R = T, Q = 1), and its columns are the entries of its blocks (E = K * block). No node changes.
 
 Why the picks are the same. A region index_scores (see its rules) gives the k best columns that are not hidden, by
@@ -185,9 +186,11 @@ def restrict_index_scores(gm: GraphModule) -> list[Decision]:
 def _restrict(gm: GraphModule) -> Iterator[Decision]:
     sites = [Site(call) for call in regions(gm, KIND) if _picks_among_all(call)]
     judged = [(site, broken_rule(site, RULES)) for site in sites]
-    lists: dict[Node, Node] = {}
+    lists: dict[Node, list[Node]] = {}
     for site, broken in judged:
         yield refused(site.call, *broken) if broken else applied(_replace(gm, site, lists))
+    for kept, made in lists.items():
+        _absorb(gm, kept, made)
 
 
 def _picks_among_all(call: Node) -> bool:
@@ -323,15 +326,19 @@ def _values(args: Any) -> Any:
 # ---- editing
 
 
-def _replace(gm: GraphModule, site: Site, lists: dict[Node, Node]) -> Node:
-    """Puts the restricted region in the place of the site's; `lists`: kept -> its list of blocks, if it has one."""
+def _replace(gm: GraphModule, site: Site, lists: dict[Node, list[Node]]) -> Node:
+    """Puts the restricted region in the place of the site's; `lists`: kept -> what makes its list of blocks, that last,
+    if it has one."""
     kept, attrs, mask = site.kept, dict(site.attrs), site.mask
     assert kept is not None
     if kept not in lists:
-        lists[kept] = candidate_blocks(Emit(gm, kept.next, site.call).call, kept, site.source["keep"])
-    roles = dict(zip(site.call.all_input_nodes[1:], attrs["operands"], strict=True)) | {lists[kept]: "candidate_blocks"}
+        listing = Emit(gm, kept.next, site.call)
+        candidate_blocks(listing.call, kept, site.source["keep"])
+        lists[kept] = listing.nodes
+    blocks = lists[kept][-1]
+    roles = dict(zip(site.call.all_input_nodes[1:], attrs["operands"], strict=True)) | {blocks: "candidate_blocks"}
     emit = Emit(gm, site.call, site.call)
-    picks = rerun(site, emit.call, lambda node: node, lists[kept])
+    picks = rerun(site, emit.call, lambda node: node, blocks)
     restricted = attrs | {"restricted": True, "block": site.source["block"], "keep": site.source["keep"]}
     (old,) = site.call.users
     old.replace_all_uses_with(picks)
@@ -344,6 +351,20 @@ def _replace(gm: GraphModule, site: Site, lists: dict[Node, Node]) -> Node:
         gm.graph.erase_node(mask)
         mask = before  # type: ignore[assignment]
     return call
+
+
+def _absorb(gm: GraphModule, kept: Node, made: list[Node]) -> None:
+    """Moves what makes the list of blocks into the region that keeps them."""
+    source: Node = kept.args[0]  # type: ignore[assignment]
+    attrs, read = dict(region_of(source).attrs), dict[int, str]()
+    for user in source.users:
+        if any(reader not in made for reader in user.users):
+            read[user.args[1]] = attrs["outputs"][user.args[1]]  # type: ignore[index]
+    outside = set(gm.graph.nodes)
+    inline(gm, source)
+    body = [node for node in gm.graph.nodes if node not in outside]
+    attrs["outputs"] = (*(read[place] for place in sorted(read)), "kept_blocks")
+    outline(gm, [*body, *made], kind=KIND, **attrs)
 
 
 class Emit:

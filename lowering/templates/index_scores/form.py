@@ -42,7 +42,7 @@ class Form:
     given: str  # "", "candidates": bool [T, E], "candidate_blocks": [T, K] ascending, then -1
     block: int
     keep: int
-    outputs: tuple[str, ...]  # of "picks" and "kept"
+    outputs: tuple[str, ...]  # of "picks", "kept": bool [T, B], "kept_blocks": [T, min(keep, B)] ascending, then -1
 
     @property
     def wide(self) -> bool:
@@ -61,7 +61,7 @@ class Form:
 
     @property
     def keeps(self) -> bool:
-        return "kept" in self.outputs
+        return not {"kept", "kept_blocks"}.isdisjoint(self.outputs)
 
     @property
     def listed(self) -> bool:

@@ -1,6 +1,6 @@
 """launch: a generated indexer as a callable: scores, then the rounds of its selections.
 
-scores [T, E] fp32 (and the best of each block [T, B])  ->  picks [T, k] int64  (and kept [T, B] bool)
+scores [T, E] fp32 (and the best of each block [T, B])  ->  picks [T, k] int64  (and kept [T, B] bool, or as a list)
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class IndexKernel(Kernel):
         scores, picks = empty(rows, entries), empty(rows, form.k, dtype=torch.int64)
         blocks = entries // form.block if form.keeps else 0
         best = empty(rows, blocks)
-        made = {"picks": picks}
+        made: dict[str, Any] = {"picks": picks}
         packed = [cache.view(UNITS[size]) for size in (1 + form.wide, form.scales)]
         tensors_read = [queries, of["weights"], *packed, of["positions"], of["requests"], of["columns"], places,
                         of["slots"], numbers]  # fmt: skip
@@ -89,9 +89,10 @@ class IndexKernel(Kernel):
         else:
             steps += selection(scores, form.k, picks, tile=chosen.tile)
         if form.keeps:
-            made["kept"] = torch.zeros(rows, blocks, dtype=torch.bool, device=device)
-            chosen_blocks = empty(rows, form.keep, dtype=torch.int64)
-            steps += selection(best, form.keep, chosen_blocks, made["kept"], tile=chosen.tile)
+            marks = torch.zeros(rows, blocks, dtype=torch.bool, device=device) if "kept" in form.outputs else None
+            listed = empty(rows, min(form.keep, blocks), dtype=torch.int64)
+            steps += selection(best, form.keep, listed, marks, tile=chosen.tile)
+            made |= {"kept": marks, "kept_blocks": listed}
         return steps, tuple(made[role] for role in form.outputs)
 
     def launch(self, *tensors: Any, schedule: Spread | None = None) -> tuple[Tensor, ...]:

@@ -89,7 +89,8 @@ def selection(
     size: int = 0,
     tile: int | None = None,
 ) -> list[Step]:
-    """The launches that write the k best columns of scores [rows, columns] fp32 to picks int64 [rows, k].
+    """The launches that write the k best columns of scores [rows, columns] fp32 to picks int64 [rows, k], or as many
+    as there are columns if those are fewer.
 
     kept: bool [rows, columns], false, in which they are marked. lists [rows, lists], size: column c stands for
     lists[row, c // size] * size + c % size.
@@ -107,7 +108,7 @@ def selection(
         tensors = [given, at, left, left_at, picks, marks, none if lists is None else lists]
         constants = {"K": k, "GROUPS": padded(k), "TILE": each.tile, "WIDE": each.wide, "FIRST": each is chosen[0],
                      "LAST": last, "KEEPS": kept is not None, "SIZE": size}  # fmt: skip
-        numbers = [each.count, columns, step]
+        numbers = [each.count, columns, step, picks.shape[1]]
         grid = (rows, each.parts)
         steps.append(Step("select", grid, [*tensors, *numbers], constants, {"num_warps": each.warps}))
         given, at = left, left_at

@@ -36,7 +36,7 @@ def counts(x, a, b):
 
 @triton.jit
 def put(x, at, picked, place, total, columns, next_scores, next_columns, picks, kept, lists, start, width, list_step,
-        K: tl.constexpr, GROUPS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, KEEPS: tl.constexpr,
+        room, K: tl.constexpr, GROUPS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, KEEPS: tl.constexpr,
         SIZE: tl.constexpr):
     """Writes what is picked to its places; what is left of K behind `total` is nothing."""
     row = tl.program_id(0).to(tl.int64)
@@ -44,15 +44,16 @@ def put(x, at, picked, place, total, columns, next_scores, next_columns, picks, 
     if not FIRST:
         column = tl.load(columns + start + at, mask=picked, other=0)
     rest = tl.arange(0, GROUPS)
-    behind = (rest >= total) & (rest < K)
     if LAST:
+        behind = (rest >= total) & (rest < room)
         if KEEPS:
             tl.store(kept + row * width + column, tl.full(at.shape, 1, tl.int8), mask=picked)
         if SIZE > 0:
             column = tl.load(lists + row * list_step + column // SIZE, mask=picked, other=0) * SIZE + column % SIZE
-        tl.store(picks + row * K + place, column.to(tl.int64), mask=picked)
-        tl.store(picks + row * K + rest, tl.full([GROUPS], -1, tl.int64), mask=behind)
+        tl.store(picks + row * room + place, column.to(tl.int64), mask=picked)
+        tl.store(picks + row * room + rest, tl.full([GROUPS], -1, tl.int64), mask=behind)
     else:
+        behind = (rest >= total) & (rest < K)
         home = (row * tl.num_programs(1) + tl.program_id(1)) * K
         tl.store(next_scores + home + place, x, mask=picked)
         tl.store(next_columns + home + place, column, mask=picked)
@@ -60,12 +61,13 @@ def put(x, at, picked, place, total, columns, next_scores, next_columns, picks, 
         tl.store(next_columns + home + rest, tl.full([GROUPS], -1, tl.int32), mask=behind)
 
 
-@triton.jit(do_not_specialize=["width", "list_step"])
-def select(scores, columns, next_scores, next_columns, picks, kept, lists, count, width, list_step,
+@triton.jit(do_not_specialize=["width", "list_step", "room"])
+def select(scores, columns, next_scores, next_columns, picks, kept, lists, count, width, list_step, room,
            K: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr,
            LAST: tl.constexpr, KEEPS: tl.constexpr, SIZE: tl.constexpr):
     """The K best of tile program_id(1) of row program_id(0), whose columns are `count`: all if it is the FIRST round,
-    else what is left of earlier tiles, `columns` of the row, ascending. The LAST round has one tile and writes picks.
+    else what is left of earlier tiles, `columns` of the row, ascending. The LAST round has one tile and writes picks,
+    [rows, room] where there are at most so many columns, else room is K.
     KEEPS: marks them in kept [rows, width], too. SIZE > 0: column c stands for lists[row, c // SIZE] * SIZE + c % SIZE.
     """
     LINES: tl.constexpr = TILE // WIDE
@@ -99,7 +101,7 @@ def select(scores, columns, next_scores, next_columns, picks, kept, lists, count
         each = tl.sum(taken, 1)
         place = tl.cumsum(taken, 1) + (tl.cumsum(each, 0) - each - 1)[:, None]
         put(x, at, picked, place, K, columns, next_scores, next_columns, picks, kept, lists, start, width, list_step,
-            K, GROUPS, FIRST, LAST, KEEPS, SIZE)
+            room, K, GROUPS, FIRST, LAST, KEEPS, SIZE)
     else:
         above, equal = x > level, (x == level) & (x > float("-inf"))
         both = above.to(tl.int32) * 65536 + equal.to(tl.int32)
@@ -111,5 +113,5 @@ def select(scores, columns, next_scores, next_columns, picks, kept, lists, count
         place = (through >> 16) + tl.minimum(through & 65535, missing) - 1
         total = (whole >> 16) + tl.minimum(whole & 65535, missing)
         put(x, at, picked, place, total, columns, next_scores, next_columns, picks, kept, lists, start, width,
-            list_step, K, GROUPS, FIRST, LAST, KEEPS, SIZE)
+            list_step, room, K, GROUPS, FIRST, LAST, KEEPS, SIZE)
 '''

@@ -61,6 +61,7 @@ class Case:
     block: int = 4
     keep: int = 0
     given: str = ""
+    kept: tuple[str, ...] = ("kept",)  # how it hands over what it keeps
     capacity: int = 61
 
     @property
@@ -74,7 +75,7 @@ class Case:
     @property
     def form(self) -> Form:
         kept = (self.block, self.keep) if self.keep else (0, 0)
-        outputs = ("kept", "picks") if self.keeps else ("picks",)
+        outputs = (*self.kept, "picks") if self.keeps else ("picks",)
         return Form(self.heads, self.width, self.scale, self.k, self.ratio, self.block, self.capacity - 1, self.given,
                     *kept, outputs)  # fmt: skip
 
@@ -152,8 +153,10 @@ class Case:
         padded = torch.nn.functional.pad(scores, (0, self.k), value=-torch.inf)  # the model wants k entries
         found = {"picks": ascending_picks(padded, self.k)}
         if self.keeps:
-            found["kept"] = candidate_mask(scores, self.seen(given), self.keep, self.block)[:, :: self.block]
-        return found
+            kept = candidate_mask(scores, self.seen(given), self.keep, self.block)[:, :: self.block]
+            number = torch.where(kept, torch.arange(kept.shape[1]), 2**40).sort(1).values[:, : self.keep]
+            found |= {"kept": kept, "kept_blocks": torch.where(number < 2**40, number, -1)}
+        return {name: found[name] for name in self.form.outputs}
 
     def run(
         self, interpreter: Interpreter, given: Inputs, spread: Spread | None = None

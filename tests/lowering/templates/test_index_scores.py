@@ -34,7 +34,8 @@ CASES = (
     Case(keep=2, block=2, width=64, heads=3),
     Case(given="candidates", k=3, width=128),
     Case(given="candidate_blocks", keep=4, k=6),
-    Case(keep=40, k=40, heads=17),  # more than there are
+    Case(keep=40, k=40, heads=17, kept=("kept", "kept_blocks")),  # more than there are
+    Case(keep=3, block=2, kept=("kept_blocks",)),
 )
 QUICK = (CASES[1], CASES[4])
 SLOW = pytest.mark.slow
