@@ -78,13 +78,14 @@ def test_products_cost_what_torch_counts(program: str) -> None:
     assert sum(numbers(Costs().node(node)).flops for node in products) == counter.get_total_flops() > 0
 
 
-def test_numbers_among_the_operands_of_a_product_are_left_as_they_are() -> None:
-    """A convolution has steps, pads and no bias beside its tensors."""
-    x, w = torch.randn(10, 4, 8), torch.randn(5, 4, 3)
-    gm = trace(lambda x, w: torch.nn.functional.conv1d(x, w, stride=2, padding=1), x, static=[w])
+@pytest.mark.parametrize("name", ["conv1d", "conv_transpose1d"])
+def test_numbers_among_the_operands_of_a_product_are_left_as_they_are(name: str) -> None:
+    """A convolution has steps, pads and no bias beside its tensors, and a flag that says which way round it is."""
+    x, w, convolve = torch.randn(10, 4, 8), torch.randn(4, 4, 3), getattr(torch.nn.functional, name)
+    gm = trace(lambda x, w: convolve(x, w, stride=2, padding=1), x, static=[w])
     (node,) = nodes_of(gm, "convolution")
     with FlopCounterMode(display=False) as counter:
-        torch.nn.functional.conv1d(x, w, stride=2, padding=1)
+        convolve(x, w, stride=2, padding=1)
     (rows,) = (str(symbol) for symbol in Costs().node(node).read.free_symbols)
     assert Costs().node(node).at(**{rows: 10}).flops == counter.get_total_flops() > 0
 
