@@ -23,7 +23,7 @@ def step(x: Tensor) -> Tensor:
 
 
 def program() -> GraphModule:
-    """Two calls of a body with two kernels and a view; a region of kind "whole", and one of kind "open" of two nodes."""
+    """Two calls of a body with two kernels and a view; a region of kind "whole", and one of kind "open"."""
     gm = trace(step, torch.randn(3, 4))
     named = {str(node.target): node for node in gm.graph.nodes}
     outline(gm, [named["aten.relu.default"]], kind="whole")
