@@ -15,8 +15,8 @@ import networkx as nx  # type: ignore[import-untyped]
 from v41.tools.graph_export import Key, key_of, label
 from v41.tools.nodes import NodeFacts
 
-MOST = 160
-WIDE, HIGH, GAP_X, GAP_Y = 128, 34, 12, 22
+MOST, LETTERS = 160, 24
+WIDE, HIGH, GAP_X, GAP_Y = 12 + 8 * LETTERS, 34, 12, 22  # a letter of the page's type takes less than 8
 
 
 def drawing(nodes: Sequence[NodeFacts], reads: Mapping[Key, Sequence[Key]]) -> str:
@@ -37,10 +37,10 @@ def drawing(nodes: Sequence[NodeFacts], reads: Mapping[Key, Sequence[Key]]) -> s
     for key, node in shown.items():
         x, y = _corner(place[key])
         name, *rest = label(node).splitlines()
-        told = " ".join(rest)[:24]
+        told = " ".join(rest)[:LETTERS]
         parts.append(f'<g><title>{escape(node.text)}\n{escape(node.source)}</title>'
                      f'<rect x="{x}" y="{y}" width="{WIDE}" height="{HIGH}" rx="4"/>'
-                     f'<text x="{x + 6}" y="{y + 14}">{escape(name)}</text>'
+                     f'<text x="{x + 6}" y="{y + 14}">{escape(name[:LETTERS])}</text>'
                      f'<text x="{x + 6}" y="{y + 27}" class="dim">{escape(told)}</text></g>')  # fmt: skip
     return "".join([*parts, "</svg>"])
 

@@ -118,6 +118,16 @@ def test_each_kind_of_region_can_be_looked_at(browser: Any, tmp_path: Path) -> N
         assert shown(found, ".drawing") == [at]
         box = found.tab.locator(".drawing svg").nth(at).bounding_box()
         assert box is not None and box["width"] > 100 and box["height"] > 100
+        widths = (
+            found.tab.locator(".drawing")
+            .nth(at)
+            .locator("g")
+            .evaluate_all(
+                "all => all.map(g => [g.querySelector('rect').getBBox().width,"
+                " ...[...g.querySelectorAll('text')].map(t => t.getBBox().width + 6)])"
+            )
+        )
+        assert widths and all(max(texts) <= box for box, *texts in widths)  # words stay in their boxes
     found.check_quiet()
 
 
