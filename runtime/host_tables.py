@@ -90,7 +90,7 @@ class Registered:
         self.table = table  # held: its memory must outlive the registration
         facts: dict[str, Any] = {"shape": (table.nbytes,), "typestr": "|u1", "data": (table.data_ptr(), False)}
         self.__cuda_array_interface__ = {**facts, "strides": None, "version": 3}
-        weakref.finalize(self, give_back, table.data_ptr())
+        weakref.finalize(self, give_back, table.data_ptr()).atexit = False  # the process's end gives all back
 
 
 def give_back(address: int) -> None:
