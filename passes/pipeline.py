@@ -35,6 +35,7 @@ from v41.passes.outline_mhc import outline_mhc
 from v41.passes.outline_norm_quantise import outline_norm_quantise
 from v41.passes.outline_output_projection import outline_output_projection
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
+from v41.passes.restrict_index_scores import restrict_index_scores
 from v41.passes.same_values import check_values
 from v41.passes.trim_replay import trim_replay
 from v41.passes.verify import EFFECTS, SHARED, WRITES, Facts, Memory, facts, verify
@@ -46,12 +47,14 @@ PassFunction = Callable[..., list[Decision]]
 @dataclass(frozen=True)
 class Pass:
     """`needs`: passes that must have run. `expects`: what every V4.1 graph has, so that no site is worth a warning in
-    one; `tells`: whether its sites are found in such graphs alone."""
+    one; `tells`: whether its sites are found in such graphs alone. `serves`: the kind of region whose kernels need it,
+    without which it has no sites."""
 
     run: PassFunction
     needs: tuple[PassFunction, ...] = ()
     expects: str | None = None
     tells: bool = False
+    serves: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     breaks: tuple[str, ...] = ()  # sentences of verify.RULES that are this pass's business to break
     enabled: bool = True
@@ -69,6 +72,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(fold_sinkhorn, needs=(canonicalize,), expects="unrolled Sinkhorn loop"),
     Pass(outline_mhc, needs=(fold_sinkhorn,), expects="mHC boundary", tells=True),
     Pass(outline_index_scores, needs=(canonicalize,)),  # before the gate, which would look at its top-k
+    Pass(restrict_index_scores, needs=(outline_index_scores,), serves="index_scores"),
     Pass(outline_gate, needs=(canonicalize,)),
     Pass(outline_experts, needs=(canonicalize,)),
     Pass(outline_attention, needs=(canonicalize,)),
@@ -80,7 +84,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
 )
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that become pieces of their own
-ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor", "attention")  # likewise, where kernels are generated
+ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor", "attention", "index_scores")  # likewise, for kernels
 SWITCHED_OFF = "switched off by torch (disabled_passes or its bisector)"
 ALONG = "rows"  # the size whose work is captured in pieces, apart from work with other sizes
 
@@ -101,7 +105,8 @@ def run_pipeline(
     `check` verifies every rule of verify.py after each pass, else only that the graph is sound; "numeric" also compares
     values (same_values.py). `programs` keeps the text of each program, and what changed, in its PassRun. With `strict`,
     a pass that would be undone raises InvariantBroken or PassFailed. `called`: input -> what the user calls it. `own`:
-    kinds of region that count as one launch. `told` hears the name of each pass as its turn comes.
+    kinds of region that are pieces of their own, and count as one launch. `told` hears the name of each pass as its
+    turn comes.
     """
     memory: Memory = {}
     known = facts(gm, memory) if check else None
@@ -115,6 +120,8 @@ def run_pipeline(
         if missing is not None or not each.enabled:
             why = f"needs {missing}, which is off" if missing is not None else "switched off in the list of passes"
             run = _run_of(each, [], size, size, 0.0, failure=why)
+        elif each.serves is not None and each.serves not in own:
+            run = _run_of(each, [], size, size, 0.0, failure=None)
         else:
             settings = each.settings | ({"called": called or {}} if each.by_name else {})
             gm, run, size = _run(gm, each, settings, known, memory, size, own, values=check == NUMERIC, strict=strict)

@@ -14,12 +14,11 @@ from tests.passes.mutants import ELSEWHERE, MUTANTS
 from v41.passes.partition import partition
 from v41.passes.pipeline import PIPELINE, Pass, copy_of, run_pipeline
 from v41.passes.plan_passes import PLAN_PASSES
-from v41.passes.restrict_index_scores import restrict_index_scores
 from v41.passes.same_values import RULE as VALUES
 from v41.passes.synchronise import synchronise
 
 # Over graphs, and over plans; partition decides nothing of a site.
-EVERY = (*(each.name for each in PIPELINE), restrict_index_scores.__name__, *PLAN_PASSES, synchronise.__name__)
+EVERY = (*(each.name for each in PIPELINE), *PLAN_PASSES, synchronise.__name__)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -100,6 +100,14 @@ def test_a_pass_switched_off_by_torch_is_off_for_those_that_need_it() -> None:
     assert dependent.failure == "needs outline_relu, which is off"
 
 
+def test_a_pass_that_serves_kernels_of_a_kind_waits_for_them() -> None:
+    passes = [Pass(outline_relu, serves="relu")]
+    gm, (run,) = run_pipeline(program(), passes)
+    assert (run.decisions, run.failure, run.nodes_before) == ([], None, run.nodes_after) and not list(regions(gm))
+    gm, (run,) = run_pipeline(program(), passes, own=("relu",))
+    assert run.decisions and list(regions(gm))
+
+
 def test_a_pass_without_sites_is_worth_a_warning_only_in_a_graph_of_the_kind() -> None:
     waits = Pass(find_nothing, expects="mHC boundary", tells=True)
     _, (_, silent) = run_pipeline(program(), [Pass(outline_relu, tells=True), waits])

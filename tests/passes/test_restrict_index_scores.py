@@ -70,6 +70,21 @@ def test_a_re_indexer_is_restricted() -> None:
     assert check(PLAIN)
 
 
+def test_the_list_is_an_output_of_the_region_that_keeps_the_blocks_in_place_of_their_mask() -> None:
+    gm = copy_program(outlined(PLAIN))
+    (source, _) = regions(gm, KIND)
+    assert region_of(source).attrs["outputs"] == ("kept", "picks")
+    assert all(each.applied for each in apply(restrict_index_scores, gm))
+    source, again = regions(gm, KIND)
+    assert region_of(source).attrs["outputs"] == ("picks", "kept_blocks")
+    picks, blocks = source.meta["val"]
+    assert blocks.dtype is torch.int64 and blocks.ndim == 2 and picks.ndim == 2
+    roles = dict(zip(region_of(again).attrs["operands"], again.all_input_nodes[1:], strict=True))
+    listed = roles["candidate_blocks"]
+    assert (listed.args[0], listed.args[1]) == (source, 1)
+    assert torch.ops.aten.topk.default not in {node.target for node in gm.graph.nodes}
+
+
 @pytest.mark.parametrize("flaw", [QUICK, *(pytest.param(each, marks=SLOW) for each in FLAWS if each != QUICK)])
 def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(flaw: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both = pair(Indexer(), Indexer(), flaw)

@@ -17,7 +17,7 @@ import torch
 
 from tests.tools.saved import runs, save
 from v41.model_def.config import V41Config
-from v41.passes import replay_rows, restrict_index_scores, trim_replay
+from v41.passes import replay_rows, trim_replay
 from v41.passes.pipeline import PIPELINE
 from v41.passes.plan_passes import PLAN_PASSES
 from v41.report import Change, PassRun
@@ -276,7 +276,7 @@ def nothing_to_look_up() -> tuple[torch.nn.Module, list[torch.Tensor]]:
 
 
 def test_hints_are_of_rules_that_there_are_and_every_rule_of_these_passes_has_one(made: list[PassRun]) -> None:
-    passes = [*(sys.modules[each.run.__module__] for each in PIPELINE), restrict_index_scores]
+    passes = [sys.modules[each.run.__module__] for each in PIPELINE]
     passes += [import_module(f"v41.passes.{name}") for name in PLAN_PASSES]
     rules = [getattr(module, "RULES", ()) for module in passes]
     by_kind = [kinds.values() if isinstance(kinds, dict) else (kinds,) for kinds in rules]
