@@ -11,11 +11,12 @@ from torch.fx import GraphModule
 
 from v41.lowering.rowwise import Unsupported, digest
 from v41.lowering.rowwise.read import described, outputs_of
-from v41.lowering.templates.attention.form import AS_IS, KIND, Form, NotTaken, form_of, lone_region, roles_of
+from v41.lowering.templates.attention.form import AS_IS, KIND, Form, form_of, roles_of
 from v41.lowering.templates.attention.header import header
 from v41.lowering.templates.attention.keys import sizes_of
 from v41.lowering.templates.attention.launch import AttentionKernel, Spread
 from v41.lowering.templates.attention.text import blocks_of, text, tile_of_heads
+from v41.lowering.templates.lone import NotTaken, lone_region
 
 __all__ = ["KIND", "AttentionKernel", "Form", "Spread", "generate"]
 
@@ -29,9 +30,9 @@ def generate(body: GraphModule, name: str = "attention") -> AttentionKernel | Un
 
 
 def _generate(body: GraphModule, name: str) -> AttentionKernel:
-    call = lone_region(body)
+    call = lone_region(body, KIND)
     form = form_of(call)
-    roles = roles_of(call, form)
+    roles = roles_of(call)
     given = [node for node in body.graph.nodes if node.op == "placeholder"]
     inputs = [described(roles[node], node) if node in roles else None for node in given]
     (output,) = outputs_of(body)

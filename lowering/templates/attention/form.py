@@ -9,17 +9,18 @@ region may say beyond that (p relative to the total, no sink, RoPE of halves ...
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
+from v41.lowering.templates import lone
 from v41.lowering.templates.decode import UNIT
-from v41.regions import is_region, region_of
+from v41.lowering.templates.lone import NotTaken
+from v41.regions import region_of
 
 KIND = "attention"
 AS_IS = "as_is"
@@ -60,25 +61,6 @@ class Form:
     rotary: int
     turns: tuple[int, int]
     branches: tuple[Branch, ...]
-
-
-class NotTaken(Exception):
-    """What the template does not take: the node, and a reason that completes "refused because it ..."."""
-
-    def __init__(self, node: Node, reason: str) -> None:
-        super().__init__(reason)
-        self.node, self.reason = node, reason
-
-
-def lone_region(body: GraphModule) -> Node:
-    """The one region that is all of `body`."""
-    calls = [node for node in body.graph.nodes if is_region(node, KIND)]
-    for node in body.graph.nodes:
-        if node.op == "call_function" and node not in calls and node.target is not operator.getitem:
-            raise NotTaken(node, "computes beside the attention")
-    if len(calls) != 1:
-        raise NotTaken(body.graph.output_node(), f"holds {len(calls)} attentions")
-    return calls[0]
 
 
 def form_of(call: Node) -> Form:
@@ -152,22 +134,9 @@ TYPES = {  # of each operand; what numbers come as they are, and a sink, may be 
 }
 
 
-def roles_of(call: Node, form: Form) -> dict[Node, str]:
+def roles_of(call: Node) -> dict[Node, str]:
     """The placeholders that the kernel reads, by what they are to the region."""
-    found: dict[Node, str] = {}
-    for node, role in zip(call.args[2:], region_of(call).attrs["operands"], strict=True):
-        assert isinstance(node, Node)
-        if role == "size":
-            continue
-        if node.op != "placeholder" or node in found or role in found.values() or role not in TYPES:
-            raise NotTaken(node, f"is no input of its own, but {role}")
-        value: Tensor = node.meta["val"]
-        if value.dtype not in TYPES[role]:
-            raise NotTaken(node, f"is {role} of {value.dtype}")
-        if value.stride() != _dense(value):
-            raise NotTaken(node, f"lies in memory with strides {tuple(value.stride())}")
-        found[node] = role
-    return found
+    return lone.roles_of(call, TYPES, lambda role, value: value.stride() == _dense(value))
 
 
 def _dense(value: Tensor) -> tuple[Any, ...]:

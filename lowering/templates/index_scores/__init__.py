@@ -11,10 +11,11 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from v41.lowering.rowwise import Unsupported, digest
-from v41.lowering.templates.index_scores.form import KIND, Form, NotTaken, form_of, lone_region, roles_of
+from v41.lowering.templates.index_scores.form import KIND, Form, form_of, roles_of
 from v41.lowering.templates.index_scores.header import header
 from v41.lowering.templates.index_scores.launch import IndexKernel, Spread
 from v41.lowering.templates.index_scores.text import text
+from v41.lowering.templates.lone import NotTaken, lone_region
 
 __all__ = ["KIND", "Form", "IndexKernel", "Spread", "generate", "kernel_of"]
 
@@ -22,7 +23,7 @@ __all__ = ["KIND", "Form", "IndexKernel", "Spread", "generate", "kernel_of"]
 def generate(body: GraphModule, name: str = KIND) -> IndexKernel | Unsupported:
     """The kernels of `body`, in a text that is called `name` and a hash of what it computes."""
     try:
-        call = lone_region(body)
+        call = lone_region(body, KIND)
         form, roles = form_of(call), roles_of(call)
     except NotTaken as refusal:
         return Unsupported(refusal.node.name, str(refusal.node.target), refusal.reason)

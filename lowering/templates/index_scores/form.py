@@ -9,17 +9,18 @@ a mask, or among blocks of candidates by a list. What a region may say beyond th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
-from torch.fx import GraphModule, Node
+from torch import Tensor
+from torch.fx import Node
 
+from v41.lowering.templates import lone
+from v41.lowering.templates.lone import NotTaken
 from v41.lowering.templates.topk import MOST
-from v41.regions import is_region, region_of
+from v41.regions import region_of
 
 KIND = "index_scores"
 WIDTHS = (32, 64, 128)  # records of 17 times 1, 2 or 4 bytes, one of them scales: neither is read across another
@@ -73,26 +74,6 @@ class Form:
         return max(16, 1 << (self.heads - 1).bit_length())
 
 
-class NotTaken(Exception):
-    """What the template does not take: the node, and a reason that completes "refused because it ..."."""
-
-    def __init__(self, node: Node, reason: str) -> None:
-        super().__init__(reason)
-        self.node, self.reason = node, reason
-
-
-def lone_region(body: GraphModule) -> Node:
-    """The one region that is all of `body`, but for arithmetic on sizes."""
-    calls = [node for node in body.graph.nodes if is_region(node, KIND)]
-    for node in body.graph.nodes:
-        counts = isinstance(node.meta.get("val"), (int, SymInt))
-        if node.op == "call_function" and node not in calls and node.target is not operator.getitem and not counts:
-            raise NotTaken(node, "computes beside the index scores")
-    if len(calls) != 1:
-        raise NotTaken(body.graph.output_node(), f"holds {len(calls)} index scores")
-    return calls[0]
-
-
 def form_of(call: Node) -> Form:
     """The Form of a region, or NotTaken."""
     attrs = region_of(call).attrs
@@ -131,38 +112,25 @@ RULES: tuple[tuple[str, Callable[[dict[str, Any]], bool]], ...] = (
 # ---- its operands
 
 
-TYPES = {  # of each operand, and how many of its first sizes may be symbols
-    "queries": ((torch.bfloat16,), 1),
-    "weights": ((torch.bfloat16, torch.float32), 1),
-    "cache": ((torch.uint8,), 0),
-    "positions": ((torch.int64,), 1),
-    "requests": ((torch.int64,), 1),
-    "columns": ((torch.int64,), 1),
-    "rows": ((torch.int64,), 2),
-    "slots": ((torch.int64,), 1),
-    "blocks": ((torch.int64,), 1),
-    "candidates": ((torch.bool,), 2),
-    "candidate_blocks": ((torch.int64,), 2),
+TYPES = {  # of each operand
+    "queries": (torch.bfloat16,),
+    "weights": (torch.bfloat16, torch.float32),
+    "cache": (torch.uint8,),
+    "positions": (torch.int64,),
+    "requests": (torch.int64,),
+    "columns": (torch.int64,),
+    "rows": (torch.int64,),
+    "slots": (torch.int64,),
+    "blocks": (torch.int64,),
+    "candidates": (torch.bool,),
+    "candidate_blocks": (torch.int64,),
 }
+FREE = {"cache": 0, "rows": 2, "candidates": 2, "candidate_blocks": 2}  # how many first sizes may be symbols; else one
 
 
 def roles_of(call: Node) -> dict[Node, str]:
     """The placeholders that the kernel reads, by what they are to the region."""
-    found: dict[Node, str] = {}
-    for node, role in zip(call.args[2:], region_of(call).attrs["operands"], strict=True):
-        assert isinstance(node, Node)
-        if role == "size":
-            continue
-        if node.op != "placeholder" or node in found or role in found.values() or role not in TYPES:
-            raise NotTaken(node, f"is no input of its own, but {role}")
-        value: Tensor = node.meta["val"]
-        types, free = TYPES[role]
-        if value.dtype not in types:
-            raise NotTaken(node, f"is {role} of {value.dtype}")
-        if not _lies_dense(value, free):
-            raise NotTaken(node, f"lies in memory with strides {tuple(value.stride())}")
-        found[node] = role
-    return found
+    return lone.roles_of(call, TYPES, lambda role, value: _lies_dense(value, FREE.get(role, 1)))
 
 
 def _lies_dense(value: Tensor, free: int) -> bool:

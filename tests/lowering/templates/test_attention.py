@@ -19,8 +19,9 @@ from tests.triton_interpreter import Interpreter
 from v41.lowering.generated import GeneratedPiece, generate_piece
 from v41.lowering.rowwise import Unsupported
 from v41.lowering.templates.attention import AttentionKernel, Spread, generate
-from v41.lowering.templates.attention.form import RULES, form_of, lone_region
+from v41.lowering.templates.attention.form import KIND, RULES, form_of
 from v41.lowering.templates.attention.launch import by_rows
+from v41.lowering.templates.lone import lone_region
 from v41.passes.attention_core import attend
 from v41.passes.turns import turn
 from v41.regions import region_of
@@ -191,7 +192,7 @@ FLAWS: dict[str, dict[str, Any]] = {  # sentence of RULES -> attributes that bre
 @pytest.fixture
 def attrs() -> Any:
     """Of the region of MODEL, which a test may change."""
-    found = region_of(lone_region(piece(MODEL))).attrs
+    found = region_of(lone_region(piece(MODEL), KIND)).attrs
     kept = dict(found)
     yield found
     found.clear()
@@ -203,7 +204,7 @@ def test_an_attribute_beyond_the_template_is_refused_by_its_rule(attrs: dict[str
     attrs.update(FLAWS[sentence])
     refusal = generate(piece(MODEL))
     assert isinstance(refusal, Unsupported) and refusal.reason == sentence
-    assert refusal.node == lone_region(piece(MODEL)).name
+    assert refusal.node == lone_region(piece(MODEL), KIND).name
 
 
 def test_an_operand_that_lies_otherwise_is_refused() -> None:
@@ -225,7 +226,7 @@ def test_a_piece_that_computes_more_is_refused() -> None:
 
 
 def roles(body: Any) -> dict[Any, str]:
-    call = lone_region(body)
+    call = lone_region(body, KIND)
     return dict(zip(call.args[2:], region_of(call).attrs["operands"], strict=True))
 
 
@@ -235,4 +236,4 @@ def test_the_text_says_what_it_is_and_is_named_by_what_it_computes() -> None:
     assert "attention, 5 heads of 64, scale 0.125, a sink, RoPE of the last 16 channels, signs (1, -1)" in kernel.source
     assert "70 picked, hidden by picks, e2m1 under e4m3 a 16, 36 bytes; 2 blocks" in kernel.source
     assert kernel.name != kernel_of(CASES[1]).name
-    assert form_of(lone_region(piece(MODEL))).scale == 64**-0.5
+    assert form_of(lone_region(piece(MODEL), KIND)).scale == 64**-0.5

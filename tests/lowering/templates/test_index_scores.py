@@ -22,7 +22,8 @@ from tests.triton_interpreter import Interpreter
 from v41.lowering.generated import GeneratedPiece, generate_piece
 from v41.lowering.rowwise import Unsupported
 from v41.lowering.templates.index_scores import IndexKernel, Spread, generate
-from v41.lowering.templates.index_scores.form import KIND, RULES, lone_region
+from v41.lowering.templates.index_scores.form import KIND, RULES
+from v41.lowering.templates.lone import lone_region
 from v41.passes.canonicalize import canonicalize
 from v41.passes.outline_index_scores import outline_index_scores
 from v41.passes.partition import partition
@@ -218,7 +219,7 @@ FLAWS: tuple[dict[str, Any], ...] = (  # attributes that break each of RULES, in
 @pytest.mark.parametrize("place", range(len(RULES)))
 def test_an_attribute_beyond_the_template_is_refused_by_its_rule(source: GraphModule, place: int) -> None:
     body = copy_program(source)
-    attrs = region_of(lone_region(body)).attrs
+    attrs = region_of(lone_region(body, KIND)).attrs
     kept = dict(attrs)
     try:
         attrs.update(FLAWS[place])
@@ -231,7 +232,7 @@ def test_an_attribute_beyond_the_template_is_refused_by_its_rule(source: GraphMo
 
 def test_an_operand_that_lies_otherwise_is_refused(source: GraphModule) -> None:
     body = copy_program(source)
-    call = lone_region(body)
+    call = lone_region(body, KIND)
     roles: dict[Any, str] = dict(zip(call.args[2:], region_of(call).attrs["operands"], strict=True))  # type: ignore[arg-type]
     for role, change in (("cache", lambda t: t[:, ::2]), ("queries", lambda t: t.transpose(0, 1))):
         node = next(node for node in roles if roles[node] == role)
