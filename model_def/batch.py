@@ -20,7 +20,7 @@ from torch._dynamo.decorators import mark_unbacked
 
 from v41.model_def.buckets import Buckets, round_up
 from v41.model_def.cache import SHAPING, Cache, cache_facts, told
-from v41.model_def.chunk import Chunk, kept_last, replay_start, rows_kept, window_floors
+from v41.model_def.chunk import Chunk, inner_last, kept_last, replay_start, rows_kept, window_floors
 from v41.model_def.config import V41Config
 from v41.model_def.errors import (
     BatchOfAnotherCache,
@@ -40,7 +40,8 @@ from v41.model_def.errors import (
 READ = (*SHAPING, "vocab_size", "image_token_id", "engram_max_ngram_size", "candidate_block_size", "swa_bounded_replay")
 NOWHERE = -1  # position of a pad row, token where there is none
 # the first size of each tensor of a Batch; where nothing is said it is "rows"
-SIZES = {"first_rows": "requests", "slot_of_request": "requests", "longest": "longest", "logit_rows": "logits"}
+SIZES = {"first_rows": "requests", "slot_of_request": "requests", "longest": "longest", "logit_rows": "logits",
+         "kept_longest": "longest kept", "inner_longest": "longest inner"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class Batch:
     kept_rows: Tensor  # [K] ascending: rows that late layers cannot do without, and some more in pads; see rows_kept
     kept_longest: Tensor  # arange(how many of them one request has at most)
     kept_last: int  # so many last rows of each request are among them
+    inner_rows: Tensor | None  # [I] of kept rows, those that the later half of the late layers cannot do without; None
+    inner_longest: Tensor | None  # where these are all of them
+    inner_last: int | None
     made_for: str  # batch_facts of the model
     cache_slots: int  # of the cache it was built for
     cache_capacity: int
@@ -92,8 +96,8 @@ torch.export.register_dataclass(Batch)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a batch is with its pads: rows, requests, rows of logits, the longest chunk, candidate blocks, and rows
-    that late layers keep."""
+    """How large a batch is with its pads: rows, requests, rows of logits, the longest chunk, candidate blocks, rows
+    that late layers keep, and of these the inner ones."""
 
     rows: int
     requests: int
@@ -101,6 +105,7 @@ class Sizes:
     longest: int
     blocks: dict[int, int]  # by ratio
     kept: int
+    inner: int
 
 
 def sizes_of(config: V41Config, chunks: Sequence[Chunk], buckets: Buckets | None = None) -> Sizes:
@@ -108,14 +113,18 @@ def sizes_of(config: V41Config, chunks: Sequence[Chunk], buckets: Buckets | None
     lengths = [chunk.rows for chunk in chunks]
     rows, logits = sum(lengths), sum(len(chunk.logit_positions) for chunk in chunks)
     blocks = block_counts(config, max((chunk.end for chunk in chunks), default=0))
-    kept = sum(rows_kept(config, chunk) for chunk in chunks)
+    kept, inner = (
+        max(sum(rows_kept(config, chunk, last) for chunk in chunks), min(rows, 1))
+        for last in (kept_last(config), inner_last(config) or kept_last(config))
+    )
     if buckets is None:
-        return Sizes(rows, len(chunks), logits, max([0, *lengths]), blocks, kept)
+        return Sizes(rows, len(chunks), logits, max([0, *lengths]), blocks, kept, inner)
     if rows > buckets.decode[-1] or any(length != 1 for length in lengths):
-        rows, kept = round_up(max(rows, 1), buckets.prefill), round_up(max(kept, 1), buckets.kept)
-        return Sizes(rows, len(chunks), logits, max(lengths), blocks, min(kept, rows))
+        rows = round_up(max(rows, 1), buckets.prefill)
+        kept, inner = (min(round_up(max(count, 1), (1, *buckets.kept)), rows) for count in (kept, inner))
+        return Sizes(rows, len(chunks), max(logits, 1), max(lengths), blocks, kept, inner)
     rows = round_up(max(rows, 1), buckets.decode)
-    return Sizes(rows, rows, rows, 1, {m: round_up(count, buckets.blocks) for m, count in blocks.items()}, rows)
+    return Sizes(rows, rows, rows, 1, {m: round_up(count, buckets.blocks) for m, count in blocks.items()}, rows, rows)
 
 
 def build_batch(
@@ -162,8 +171,17 @@ def batch_of_sizes(
         lookback = lookback.where(lookback != config.image_token_id, NOWHERE)
     floors = [window_floors(config, chunk) for chunk in chunks]
     logits = [(i, p) for i, chunk in enumerate(chunks) for p in chunk.logit_positions]
-    left_out = per_row(chunk.rows - rows_kept(config, chunk) for chunk in chunks)  # so many first rows of each chunk
-    kept = with_pads(real & (columns >= left_out), sizes.kept)
+
+    def keeping(last: int, count: int, among: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T] bool, the numbers of these rows, and arange(the most of one request)."""
+        left_out = per_row(chunk.rows - rows_kept(config, chunk, last) for chunk in chunks)  # first rows of each
+        kept = with_pads(real & (columns >= left_out), count, among)
+        longest = max([min(count, 1), *group[kept & real].bincount().tolist()])
+        return kept, kept.nonzero().flatten(), torch.arange(longest)
+
+    kept, kept_rows, kept_longest = keeping(kept_last(config), sizes.kept, torch.ones_like(real))
+    inner = inner_last(config)
+    _, inner_rows, inner_longest = keeping(inner, sizes.inner, kept) if inner is not None else (None, None, None)
     batch = Batch(
         tokens=tokens,
         positions=torch.where(real, starts + columns, NOWHERE),
@@ -186,9 +204,12 @@ def batch_of_sizes(
             [*(bounds[i] + p - chunks[i].start for i, p in logits), *[0] * (sizes.logits - len(logits))],
             dtype=torch.int64,
         ),
-        kept_rows=kept.nonzero().flatten(),
-        kept_longest=torch.arange(max([min(sizes.kept, 1), *group[kept & real].bincount().tolist()])),
+        kept_rows=kept_rows,
+        kept_longest=kept_longest,
         kept_last=kept_last(config),
+        inner_rows=inner_rows,
+        inner_longest=inner_longest,
+        inner_last=inner,
         made_for=batch_facts(config),
         cache_slots=cache.slots,
         cache_capacity=cache.capacity,
@@ -197,10 +218,10 @@ def batch_of_sizes(
     return batch.to(cache.device if device is None else device)
 
 
-def with_pads(needed: Tensor, count: int) -> Tensor:
-    """`needed` [T] bool, and further rows from the end until there are `count`: as good as pads, for nobody reads what
-    is computed of them, and nothing of it is stored."""
-    spare = (~needed).nonzero().flatten()
+def with_pads(needed: Tensor, count: int, among: Tensor) -> Tensor:
+    """`needed` [T] bool, and further rows of `among` from the end until there are `count`: as good as pads, for nobody
+    reads what is computed of them, and nothing of it is stored."""
+    spare = (among & ~needed).nonzero().flatten()
     return needed.index_fill(0, spare[len(spare) - count + int(needed.sum()) :], True)
 
 
@@ -224,8 +245,9 @@ def mention_kept(batch: Batch) -> None:
 
     Eager loses nothing by it: it runs all layers on all rows, and so stays the oracle of who leaves some out.
     """
-    for unread in (batch.kept_rows, batch.kept_longest):
-        unread.detach()
+    for unread in (batch.kept_rows, batch.kept_longest, batch.inner_rows, batch.inner_longest):
+        if unread is not None:
+            unread.detach()
 
 
 def check_cache(batch: Batch, cache: Cache) -> None:
@@ -266,7 +288,7 @@ def check_types(where: str, chunk: Chunk, order: int) -> None:
     """ChunkMistyped unless the fields are what they say; of `ids`, those that the step reads."""
     if not isinstance(chunk, Chunk):
         raise mistyped(where, "a chunk", chunk, "a Chunk")
-    for name in ("start", "slot", "hit", "stop"):
+    for name in ("start", "slot", "hit", "stop", "following"):
         value = getattr(chunk, name)
         if type(value) is not int and not (name == "stop" and value is None):
             raise mistyped(where, name, value, "a plain int" + " or None" * (name == "stop"))
@@ -321,7 +343,7 @@ def tensors_of(batch: Batch) -> list[tuple[str, Tensor]]:
 
 def mark(batch: Batch) -> Batch:
     """Tells Dynamo which sizes change from step to step. Nothing where nothing is compiled."""
-    sizes = SIZES | {"kept_rows": f"last {batch.kept_last}", "kept_longest": "longest kept"}
+    sizes = SIZES | {"kept_rows": f"last {batch.kept_last}", "inner_rows": f"last {batch.inner_last}"}
     for name, tensor in tensors_of(batch):
         mark_unbacked(tensor, 0, shape_id=sizes.get(name, "rows"))
     for ratio, blocks in batch.blocks.items():

@@ -1,7 +1,7 @@
 """Buckets: the sizes steps are padded to, so that a few captured graphs serve all of them.
 
     every chunk one row   rows, requests and logits to one rung of `decode`, candidate blocks to one of `blocks`
-    any other step        rows to a rung of `prefill`, those that late layers keep to one of `kept`; the rest as it is
+    any other step        rows to a rung of `prefill`, those that late layers keep to 1 or one of `kept`, the rest as is
     beyond the last rung  as it is
 
 Such a decode step is captured whole, once for each pair of rungs. In any other step only the work that depends on rows
@@ -31,6 +31,9 @@ def half_octaves(most: int) -> tuple[int, ...]:
     return tuple(sorted({1, *(part << k for part in (2, 3) for k in range(most.bit_length()) if part << k <= most)}))
 
 
+LONGEST = ("longest", "longest kept", "longest inner")  # the most rows of one request: 1 where all decode
+
+
 @dataclass(frozen=True)
 class Buckets:
     """Four ladders, each ascending and above 0; LadderNotAscending otherwise. Defaults: 256 rows of decode, prefill in
@@ -58,7 +61,7 @@ class Buckets:
         if size.startswith("last "):
             return tuple(sorted({*self.decode, *self.kept}))
         both, one = tuple(sorted({*self.decode, *self.prefill})), (1,)
-        known = {"rows": both, "logits": self.decode, "requests": self.decode, "longest": one, "longest kept": one}
+        known = {"rows": both, "logits": self.decode, "requests": self.decode, **dict.fromkeys(LONGEST, one)}
         return known.get(size)
 
     @property
@@ -71,7 +74,7 @@ class Buckets:
         then rows whose elements 32 bits can count. None where no size is one of a Batch.
         """
         kept = [name for name in sizes.values() if name.startswith("last ")]
-        few = {**dict.fromkeys(("rows", "requests", "logits", *kept), self.decode[-1]), "longest": 1, "longest kept": 1}
+        few = {**dict.fromkeys(("rows", "requests", "logits", *kept), self.decode[-1]), **dict.fromkeys(LONGEST, 1)}
         blocks = {name: self.blocks[-1] for name in sizes.values() if name.startswith("blocks of ratio ")}
         decode, wide = {**few, **blocks}, dict.fromkeys(("rows", *kept), 8 * self.prefill[-1])
         found = [{symbol: of[name] for symbol, name in sizes.items() if name in of} for of in (decode, wide)]

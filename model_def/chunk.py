@@ -19,7 +19,9 @@ gone W tokens later; where they are missing, rows do without. This is the one pl
                     and it cannot begin with a hit.
 
 A hit and bounded replay together take the higher floor. Nothing is skipped here: the late layers run on all rows, whose
-results nobody reads, and leaving them out is the compiler's work. `rows_kept` says which rows it must leave in.
+results nobody reads, and leaving them out is the compiler's work. `rows_kept` says which rows it must leave in: of a
+chunk that is not its prompt's last (`following`) often none, for the next one makes again what would be read (`reach`).
+Late rings of such a slot are then stale until the next chunk has run.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Chunk:
     ids: the request's tokens from its first one on. stop: None means all of them.
     hit: so many leading tokens were found in a prefix cache; every chunk of such a request says so.
     every_logit: logits of all rows instead of the last.
+    following: so many rows the request's next chunk has, where nobody asks for logits of this one; that one asks for no
+    more than the logits of its last row.
     """
 
     ids: Sequence[int]
@@ -45,6 +49,7 @@ class Chunk:
     stop: int | None = None
     hit: int = 0
     every_logit: bool = False
+    following: int = 0
 
     @property
     def end(self) -> int:
@@ -56,6 +61,8 @@ class Chunk:
 
     @property
     def logit_positions(self) -> range:
+        if self.following:
+            return range(self.end, self.end)
         return range(self.start if self.every_logit else max(self.end - 1, self.start), self.end)
 
 
@@ -77,9 +84,31 @@ def kept_last(config: V41Config) -> int:
     return window if config.swa_bounded_replay != "off" else window + behind * (window - 1)
 
 
-def rows_kept(config: V41Config, chunk: Chunk) -> int:
-    """How many of the chunk's last rows that is; all where the logits of all are returned."""
-    return chunk.rows if chunk.every_logit else min(chunk.rows, kept_last(config))
+def inner_last(config: V41Config) -> int | None:
+    """So many of them are all that the later half of these layers needs; None where that spares nothing."""
+    window, behind = config.sliding_window, config.num_hidden_layers - 1 - config.last_kv_source
+    return window + behind // 2 * (window - 1) if config.swa_bounded_replay == "off" and behind > 1 else None
+
+
+def rows_kept(config: V41Config, chunk: Chunk, last: int) -> int:
+    """How many rows of the chunk a batch keeps that keeps the last so many: all where the logits of all are returned,
+    none where the next chunk sees nothing that the late layers leave."""
+    if chunk.every_logit:
+        return chunk.rows
+    return 0 if chunk.following >= reach(config) else min(chunk.rows, last)
+
+
+def reach(config: V41Config) -> int:
+    """A next chunk of so many rows reads nothing that late layers, or the last KV source, left of the chunk before.
+
+    What it leaves itself are the last W rows of each ring, and what that rests on: without bounded replay the exact
+    halo. With it late layers see no key before its last W rows, if it has more than these; the source sees W - 1 more
+    in front, unless it is a late layer too. Early layers read on: their rings, and all entries, are always written.
+    """
+    window = config.sliding_window
+    if config.swa_bounded_replay == "off":
+        return kept_last(config)
+    return window + 1 if is_late(config, config.last_kv_source) else max(2 * window - 1, window + 1)
 
 
 def replay_start(config: V41Config, hit: int) -> int:

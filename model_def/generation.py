@@ -64,15 +64,17 @@ class Request:
     def finished(self) -> bool:
         return self.done >= self.length - 1 and len(self.ids) >= self.length
 
-    def next_chunk(self, slot: int, rows: int) -> Chunk:
-        """At most `rows` of the prompt, or the one token behind it."""
+    def next_chunk(self, slot: int, rows: int, skip: bool = False) -> Chunk:
+        """At most `rows` of the prompt, or the one token behind it. skip: what of it the next chunk makes again."""
         stop = min(self.prompt, self.done + rows) if self.done < self.prompt else self.done + 1
-        return Chunk(self.ids, self.done, slot, stop, self.hit)
+        following = max(min(self.prompt - stop, rows), 0) if skip else 0
+        return Chunk(self.ids, self.done, slot, stop, self.hit, following=following)
 
 
 @dataclass(frozen=True)
 class Generated:
-    """One step: which requests took part, with how much, and the logits behind the last row of each."""
+    """One step: which requests took part, with how much, and the logits behind the last row of each, or with `skip` of
+    those whose chunk has none `following`."""
 
     requests: tuple[int, ...]
     chunks: tuple[Chunk, ...]
@@ -94,7 +96,7 @@ def warm_up(
         blocks = {m: round_up(count, buckets.blocks) for m, count in block_counts(config, context).items()}
         for rung in rungs:
             for _ in range(2):
-                forward(batch_of_sizes(config, cache, [], Sizes(rung, rung, rung, 1, blocks, rung)), cache)
+                forward(batch_of_sizes(config, cache, [], Sizes(rung, rung, rung, 1, blocks, rung, rung)), cache)
 
 
 def greedy(logits: Tensor) -> Tensor:

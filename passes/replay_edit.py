@@ -30,7 +30,6 @@ from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.sizes import symbols_in
 from v41.passes.matching import fake, shape
 from v41.passes.replay_rows import TAKES_ROWS, LateRows, indices
-from v41.passes.replay_seam import outline_seam
 from v41.regions import body_of, invoke_subgraph
 
 aten, prims = ops.aten, ops.prims
@@ -73,26 +72,27 @@ class Editor:
         self.kept, self.ragged, self.late = rows.kept, rows.kept.ragged, rows.late
         self.resize = Resize(gm, rows.renamed)
         self.made: dict[Node, None] = {}  # what the seam holds, in order
+        self.places: dict[Node, Node] = {}  # numbers of rows -> where these are among those kept
         self._taken: dict[object, Node] = {}
         self._bodies: dict[GraphModule, GraphModule] = {}
         self._constants: dict[Node, Node] = {}
-        self._seam: list[Node] = []  # those of `made` that rest on early nodes alone, in order
-        self._same: dict[Node, Node] = {}  # node of the seam -> what it equals where every row is kept
+        self.seam: list[Node] = []  # those of `made` that rest on early nodes alone, in order
+        self.same: dict[Node, Node] = {}  # node of the seam -> what it equals where every row is kept
 
     def edit(self) -> None:
         with self.resize.mode, without_guards(self.resize.mode):
             for node in [node for node in self.graph.nodes if node in self.late]:
                 self._rewire(node)
-        for node in reversed(self.graph.nodes):  # a result that nobody takes would keep its old size
-            if node.target is operator.getitem and not node.users and node.args[0] in self.late:
-                self.graph.erase_node(node)
         order = self._order()
         last = next(iter(self.graph.nodes))
         for node in order:
             if node is not last and node.op != "output":
                 last.append(node)
             last = node
-        outline_seam(self.gm, self._seam, [self.kept.rows], self._same)
+
+    def holds(self, node: Node) -> bool:
+        """Whether `node` is of the seam, or late."""
+        return node in self.made or node in self.late
 
     # ---- a late node
 
@@ -123,8 +123,10 @@ class Editor:
             yield grid, self._grid
         if columns is not None:
             yield columns, self._columns
-        if self.ragged.logit_rows is not None and self.ragged.logit_rows in indices(node):
-            yield self.ragged.logit_rows, self._place(self.ragged.logit_rows)
+        of_chosen = self.rows.numbers_of_chosen(node) if node.args[0] in self.late else None
+        for index in indices(node):
+            if index in self.kept.told or index is of_chosen:
+                yield index, self._place(index)
 
     def _late(self, arg: Node) -> Node:
         """`arg` for one that reads kept rows."""
@@ -166,7 +168,8 @@ class Editor:
 
     def _place(self, rows: Node) -> Node:
         """Where `rows` are among those kept; of one that is not, where the next one is."""
-        return self._once(("place of", rows), aten.searchsorted.Tensor, (self.kept.rows, rows), rows)
+        place = self._once(("place of", rows), aten.searchsorted.Tensor, (self.kept.rows, rows), rows)
+        return self.places.setdefault(rows, place)
 
     @cached_property
     def _first(self) -> Node:
@@ -198,7 +201,7 @@ class Editor:
         behind = self._once("behind the first", aten.sub.Tensor, (each, first), like)
         columns = self._late(self.ragged.columns)
         column = self._once("column", aten.minimum.default, (behind, columns), like)
-        self._same[column] = self.ragged.columns
+        self.same[column] = self.ragged.columns
         return column
 
     # ---- sizes
@@ -271,7 +274,7 @@ class Editor:
                 group[node] = 2
                 waits += needs[node]
         order = _sorted(nodes, needs, lambda node: (group[node], at[node]))
-        self._seam = [node for node in order if node in self.made and group[node] == 1]
+        self.seam = [node for node in order if node in self.made and group[node] == 1]
         return order
 
     def _waits_for(self, node: Node, at: dict[Node, int]) -> dict[Node, None]:

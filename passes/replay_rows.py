@@ -22,6 +22,7 @@ from torch.fx.node import map_aggregate
 
 from v41._compat import shape_ids, size_with, symbols_of
 from v41.passes.analysis.algebra import expression
+from v41.passes.analysis.effects import begins_collective
 from v41.passes.analysis.layouts import GRID, ROWS
 from v41.passes.analysis.meanings import Meaning
 from v41.passes.analysis.row_flows import Flow
@@ -44,15 +45,24 @@ INDEXED = "finds rows by numbers that can be told anew"
 class Kept:
     """The inputs of a batch that say which rows are kept. Naming them is a promise that no graph can prove:
 
-    rows      ascending, each once: the last `last` rows of each chunk, and all of one whose logits are all returned.
+    rows      ascending, each once: the last `last` rows of each chunk, and all of one whose logits are all returned;
+              none of one that nobody goes on from but its request, by a next chunk that makes again what it reads.
               So with a row of logit_rows go the `last` - 1 before it; a row of logits that is not there is a pad
     longest   as long as the most of them that one request has
+    inner     its rows are the last of each chunk likewise, and some pads, all of them among `rows`
     """
 
     rows: Node  # [K]
     longest: Node  # [Q]
     last: int
     ragged: Ragged
+    inner: Kept | None = None  # what the batch keeps of these, for layers that need fewer: so trimmed already
+
+    @property
+    def told(self) -> dict[Node, int]:
+        """Indices of rows that are kept -> so many before each are kept, too."""
+        found = {} if self.ragged.logit_rows is None else {self.ragged.logit_rows: self.last - 1}
+        return found if self.inner is None else found | {self.inner.rows: self.last - self.inner.last}
 
     @property
     def renamed(self) -> dict[str, Node]:
@@ -62,20 +72,23 @@ class Kept:
 
     def covers(self, demand: Demand) -> bool:
         """Whether rows so demanded are kept."""
-        known = all(index is self.ragged.logit_rows and rows < self.last for index, rows in demand.chosen.items())
+        known = all(rows <= self.told.get(index, -1) for index, rows in demand.chosen.items())
         return not demand.every and demand.last <= self.last and known
 
 
-def kept_rows(gm: GraphModule, called: Mapping[str, str]) -> Kept | None:
-    """What a batch says of the rows it keeps, by what the user calls inputs; None where it says nothing."""
+def kept_levels(gm: GraphModule, called: Mapping[str, str]) -> list[Kept]:
+    """What a batch says of the rows it keeps, by what the user calls inputs, the fewest first; none where it says
+    nothing."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder" and fake(node) is not None]
     named = {called.get(node.name, "").rpartition(".")[2]: node for node in inputs}
-    rows, longest, given = named.get("kept_rows"), named.get("kept_longest"), ragged(gm, called)
-    if rows is None or longest is None or given is None:
-        return None
-    size = shape_ids([rows.meta["val"]]).get(str(shape(rows)[0]), "")
-    last = re.fullmatch(r"last (\d+)", size)
-    return Kept(rows, longest, int(last[1]), given) if last else None
+    found, given = list[Kept](), ragged(gm, called)
+    for name in ("inner", "kept"):
+        rows, longest = named.get(f"{name}_rows"), named.get(f"{name}_longest")
+        if rows is not None and longest is not None and given is not None:
+            size = shape_ids([rows.meta["val"]]).get(str(shape(rows)[0]), "")
+            last = re.fullmatch(r"last (\d+)", size)
+            found += [Kept(rows, longest, int(last[1]), given)] if last else []
+    return found
 
 
 Problem = tuple[str, Node]  # the sentence that does not hold, and the node at fault
@@ -96,7 +109,7 @@ class LateRows:
             self._take_out(call)
         self.late |= dict.fromkeys(node for node in gm.graph.nodes if self.compacts(node))
         for node in reversed(gm.graph.nodes):
-            if node.users and node not in self.late and self._may_move(node) and self.late.keys() >= node.users.keys():
+            if node.users and node not in self.late and self._may_move(node) and self._is_read_late(node):
                 self.late[node] = None
 
     # ---- who is late
@@ -157,13 +170,19 @@ class LateRows:
         rowwise = layout.space.kind == ROWS and bool(layout.dims) and all(flow.how == "same" for _, flow in flows)
         return rowwise and node.target not in TAKES_ROWS and self.problem(node) is None
 
+    def _is_read_late(self, node: Node) -> bool:
+        """Whether late nodes alone read it, and of it the rows that they have."""
+        flows = [flow for user in node.users for arg, flow in self.forward.flows.get(user, []) if arg is node]
+        return self.late.keys() >= node.users.keys() and all(flow.how == "same" for flow in flows)
+
     def compacts(self, node: Node) -> bool:
         """Whether `node`, whose result has no rows, reads late ones: those of logits, or what a ring keeps."""
         flows = self.forward.flows.get(node, [])
         source, flow = next(((each, f) for each, f in flows if f.how in ("chosen", "last")), (None, None))
         if source not in self.late or flow is None or self.forward.layout(node) is not None:
             return False
-        return flow.index is self.kept.ragged.logit_rows if flow.how == "chosen" else flow.rows <= self.kept.last
+        most = self.kept.last if flow.how == "last" else self.kept.told.get(flow.index, -1)  # type: ignore[arg-type]
+        return flow.rows <= most
 
     # ---- what stands in the way
 
@@ -210,6 +229,8 @@ class LateRows:
     def _operand_problem(self, node: Node, operand: Node) -> Problem | None:
         if operand in self.late or operand.op == "get_attr":
             return None
+        if begins_collective(operand):
+            return CUT, operand  # it is there only once it was waited for
         layout, value = self.forward.layout(operand), operand.meta.get("val")
         if layout is not None:
             if operand is self.grid_columns(node) or self.reads_whole(node, operand):
@@ -239,6 +260,10 @@ class LateRows:
     def numbers(self, node: Node) -> Node | None:
         """The index of `node` that counts rows of the whole program; one by picks counts those that were sorted."""
         return next((index for index, meaning in row_numbers(self.forward, node) if not meaning.by), None)
+
+    def numbers_of_chosen(self, node: Node) -> Node | None:
+        """The index of `node` that counts rows of the whole program, for rows that were taken from it."""
+        return self._index_that_means(node, "row of chosen")
 
     def by_grid(self, node: Node) -> bool:
         return self.grid(node) is not None or self.grid_columns(node) is not None

@@ -2,9 +2,9 @@
 
     before   X' = X[kept_rows];   first' = searchsorted(kept_rows, first_rows);   grid = first' + columns
     after    region(kind="kept_rows", body = those nodes, attrs below) -> X', first', grid
-    attrs    indices   operands that say which rows are kept, ascending, each once
-             taken     (operand, dimension): its size is the number of rows they are taken from; one of each such size
-             same      (output, operand): equal where every row is kept, though the body does not show it
+    attrs    index   the operand that says which rows are kept, ascending, each once
+             taken   (operand, dimension): its size is the number of rows they are taken from; one of each such size
+             same    (output, operand): equal where every row is kept, though the body does not show it
 
 As many numbers as there are rows, ascending, each once, are all of them in order. So where the sizes are equal, a
 gather gives what it reads, and a row's place among those kept is its number: in every decode step, and in a prefill of
@@ -13,8 +13,9 @@ few rows. `parted` says which results of a piece are then its inputs, and what i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, ops
 from torch.fx import Graph, GraphModule, Node
@@ -26,41 +27,38 @@ aten = ops.aten
 KIND = "kept_rows"
 
 
-def outline_seam(
-    gm: GraphModule, made: Iterable[Node], indices: Collection[Node], same: Mapping[Node, Node]
-) -> Node | None:
-    """Moves those of `made` that are tensors into a region, and returns its call; None where there are none.
+def outline_seam(gm: GraphModule, made: Iterable[Node], index: Node, same: Mapping[Node, Node]) -> Node | None:
+    """Moves those of `made` that are tensors into a region, and returns its call; None where none takes rows.
 
-    made: in graph order; no path leaves them and comes back. same: node -> what it equals where every row is kept.
+    made: no path leaves them and comes back. index: which rows are kept. same: node -> what it equals
+    where every row is.
     """
-    members = [node for node in made if isinstance(node.meta.get("val"), Tensor)]
-    inside = set(members)
+    inside = {node for node in made if isinstance(node.meta.get("val"), Tensor)}
+    members = [node for node in gm.graph.nodes if node in inside]  # in the order in which `outline` takes them
     read = list(dict.fromkeys(arg for node in members for arg in node.all_input_nodes if arg not in inside))
     outputs = [node for node in members if any(user not in inside for user in node.users)]
-    if not outputs:
-        return None
     taken: dict[str, tuple[int, int]] = {}
     for node in members:
-        if (dim := _taken_along(node, indices)) is not None:
-            size = shape(node.args[0])[dim]  # type: ignore[arg-type]
-            taken.setdefault(str(size), (read.index(node.args[0]), dim))  # type: ignore[arg-type]
+        if (dim := _taken_along(node, index)) is not None:
+            source = cast("Node", node.args[0])
+            taken.setdefault(str(shape(source)[dim]), (read.index(source), dim))
+    if not taken:
+        return None
     return outline(
         gm,
         members,
         kind=KIND,
-        indices=tuple(at for at, node in enumerate(read) if node in indices),
+        index=read.index(index),
         taken=tuple(taken.values()),
         same=tuple((at, read.index(same[node])) for at, node in enumerate(outputs) if same.get(node) in read),
     )
 
 
-def _taken_along(node: Node, indices: Collection[Node]) -> int | None:
-    """The dimension along which `node` takes rows by one of `indices`; None where it does something else."""
-    if node.target is not aten.index.Tensor:
-        return None
-    given = list(node.args[1])  # type: ignore[arg-type]
-    used = [dim for dim, index in enumerate(given) if index is not None]
-    return used[0] if len(used) == 1 and given[used[0]] in indices else None
+def _taken_along(node: Node, index: Node) -> int | None:
+    """The dimension along which `node` takes rows by `index`; None where it does something else."""
+    given = cast("Sequence[Node | None]", node.args[1] if node.target is aten.index.Tensor else ())
+    used = [dim for dim, each in enumerate(given) if each is not None]
+    return used[0] if len(used) == 1 and given[used[0]] is index else None
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,12 @@ def parted(body: GraphModule) -> Parted | None:
         return None
     attrs = region_of(call).attrs
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
-    operands = call.args[2:]
-    if any(operands[at] not in inputs for at in (*attrs["indices"], *(at for at, _ in attrs["taken"]))):
+    operands = cast("Sequence[Node]", call.args[2:])
+    if any(operands[at] not in inputs for at in (attrs["index"], *(at for at, _ in attrs["taken"]))):
         return None
     flat = flatten(body)
     places = dict(zip(inputs, (node for node in flat.graph.nodes if node.op == "placeholder"), strict=True))
-    indices = [places[operands[at]] for at in attrs["indices"]]
+    index = places[operands[attrs["index"]]]
     (told,) = body.graph.output_node().args
     (results,) = flat.graph.output_node().args
     known = {  # result -> the operand it equals
@@ -103,15 +101,15 @@ def parted(body: GraphModule) -> Parted | None:
     }
     equal: dict[Node, Node] = {}
     for node in flat.graph.nodes:
-        if _taken_along(node, indices) is not None:
+        if _taken_along(node, index) is not None:
             equal[node] = _end(equal, node.args[0])
-        elif node.target is aten.searchsorted.Tensor and node.args[0] in indices and not node.kwargs:
+        elif node.target is aten.searchsorted.Tensor and node.args[0] is index and not node.kwargs:
             equal[node] = _end(equal, node.args[1])
     at = {node: i for i, node in enumerate(places.values())}
     ends = [known.get(i) or _end(equal, node) for i, node in enumerate(results)]  # type: ignore[arg-type]
     rest, reads = _computed([node for node in ends if node not in at], equal, at)
     return Parted(
-        at[indices[0]],
+        at[index],
         tuple((inputs.index(operands[i]), dim) for i, dim in attrs["taken"]),
         tuple(at.get(node) for node in ends),
         rest,

@@ -19,7 +19,8 @@ Needs canonicalize. Bounded replay: DeepSeek-V4.1 report; vLLM 0.33 (PR 58132); 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import ops
 from torch.fx import GraphModule, Node
@@ -29,40 +30,56 @@ from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.rows import row_demand
 from v41.passes.matching import shape
 from v41.passes.replay_edit import Editor
-from v41.passes.replay_rows import KNOWN, Kept, LateRows, kept_rows, split_calls
+from v41.passes.replay_rows import KNOWN, Kept, LateRows, kept_levels, split_calls
+from v41.passes.replay_seam import outline_seam
 from v41.regions import inline
 from v41.report import Decision, applied, refused
 
 aten = ops.aten
 FUNCTIONAL = "writes inputs at its end alone"
-ALONE = "is run by one rank"  # a sum over ranks would have other rows too, and a seam would cut what reads it in two
 
 
 def trim_replay(gm: GraphModule, called: Mapping[str, str] | None = None) -> list[Decision]:
-    """Trims `gm` in place. A decision for the seam, named by the first late node, and one for each node that had to
+    """Trims `gm` in place. A decision for each seam, named by the first late node, and one for each node that had to
     stay whole. called: input -> what the user calls it; without, no batch is known."""
-    kept = kept_rows(gm, called or {})
-    return trim(gm, kept) if kept is not None and not kept.rows.users else []
+    levels = [kept for kept in kept_levels(gm, called or {}) if not kept.rows.users]
+    return trim(gm, *levels) if levels else []
 
 
-def trim(gm: GraphModule, kept: Kept) -> list[Decision]:
-    """The same for a batch that keeps `kept`."""
+def trim(gm: GraphModule, *levels: Kept) -> list[Decision]:
+    """The same for a batch that keeps these rows, the fewest first: to a program that computes its last layers of few
+    rows, these few are rows that it takes somewhere in its middle."""
     early = written_early(gm)
     if early is not None:
         return [refused(early, FUNCTIONAL, early)]
-    spoken = next((node for node in gm.graph.nodes if effect_of(node) == "collective"), None)
-    if spoken is not None:
-        return [refused(spoken, ALONE, spoken)]
     read_sizes_of_inputs(gm)
     drop_unread(gm)
-    rows = opened(gm, kept)
-    told = [refused(node, *problem) for node, problem in rows.problems.items()]
-    told += [refused(node, KNOWN, node) for node in unknown(rows)]
-    if rows.late:
-        Editor(gm, rows).edit()
-        first = next(node for node in gm.graph.nodes if node in rows.late and node.op == "call_function")
-        return [applied(first), *told]
-    return told
+    found, told, edited = list[Decision](), list[Decision](), list[Editor]()
+    for kept in levels:
+        rows = opened(gm, replace(kept, inner=edited[-1].kept if edited else None))
+        told = [refused(node, *problem) for node, problem in rows.problems.items()]
+        told += [refused(node, KNOWN, node) for node in unknown(rows)]
+        if rows.late:
+            edited.append(Editor(gm, rows))
+            edited[-1].edit()
+            found.append(applied(next(n for n in gm.graph.nodes if n in rows.late and n.op == "call_function")))
+    outline_seams(gm, edited)
+    return [*found, *told]
+
+
+def outline_seams(gm: GraphModule, edited: Sequence[Editor]) -> None:
+    """Each seam becomes a region: of an inner one what it takes of all rows, and what it takes of those kept before."""
+    for at, editor in enumerate(edited):
+        outer = edited[at + 1] if at + 1 < len(edited) else None
+        own, behind = list[Node](), list[Node]()
+        for node in editor.seam:
+            late = outer is not None and any(
+                outer.holds(each) or each in behind for each in (node, *node.all_input_nodes)
+            )
+            (behind if late else own).append(node)
+        outline_seam(gm, own, editor.kept.rows, editor.same)
+        if outer is not None and editor.kept.rows in outer.places:
+            outline_seam(gm, behind, outer.places[editor.kept.rows], {})
 
 
 def opened(gm: GraphModule, kept: Kept) -> LateRows:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
+from v41.model_def.chunk import inner_last
 from v41.model_def.config import V41Config
 from v41.regions import REDUCED
 from v41.report import PassRun
@@ -42,7 +43,9 @@ def regions_expected(config: V41Config, *, shared: bool = False) -> dict[str, in
         **dict.fromkeys(("engram_lookup", "engram_gate"), engrams),
         "compressor": pooled,
         "norm_quantise": 2 * layers + 2 * len(sources) - pooled,
-        "kept_rows": int(bool(sources)),
+        "kept_rows": int(bool(sources))
+        if inner_last(config) is None
+        else 3,  # inner rows of all rows, and of kept ones
     }
     if shared:
         fused = {"seam": sites.seams, "post": sites.after_engram, "exit": sites.exit}

@@ -91,7 +91,6 @@ HINTS = {
     "no write, collective or draw stands between the collective and what reads the sum":
         "move the other collective, draw or write before the all-reduce, or behind the norm",
     "writes inputs at its end alone": "let AOTAutograd make the graph functional, which puts writes at its end",
-    "is run by one rank": "trim on one rank: a sum over ranks would need the same rows of all",
     "mixes rows in no way that row demand does not know": "mix rows by index, window or sort by expert, or before",
     "reads early values whose rows can be taken": "lay rows along dimension 0, one entry a row",
     "has sizes that follow from how many rows there are": "take sizes from the tensors that are read",

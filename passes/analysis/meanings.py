@@ -3,6 +3,7 @@
     of                                  an element is
     number                              in [low, high]
     row                                 the number of its own row + [low, high]; natural: never negative
+    row of chosen                       the same of rows that an input says: by
     position, stop                      the position of its row, or the end of its chunk, + [low, high]
     start, late floor                   the first position of the chunk; see Ragged
     in step, above late floor           true where the position of a key, `offsets` from its row's, is not below these
@@ -13,6 +14,7 @@
     ends                                [low]: where the run of each key ends
     place                               the place that the sort gave to its pick
     last row                            the number of the last row
+    ranks                               [low * rows, ..]: what each of `low` ranks has, one behind the other
     request, column of row, first row, column, grid     see Ragged
 
 offsets: what is added along the last dimension, where that is known. Interval arithmetic over exact integers; what is
@@ -32,7 +34,8 @@ from v41.passes.matching import shape
 
 aten, prims = ops.aten, ops.prims
 FLOORS = {"start": "in step", "late floor": "above late floor"}
-SHIFTED = ("number", "row", "position", "stop")  # those that a number may be added to
+NUMBERS = ("row", "row of chosen")
+SHIFTED = ("number", *NUMBERS, "position", "stop")  # those that a number may be added to
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,11 @@ class Meaning:
     low: int = 0
     high: int = 0
     natural: bool = False
-    by: tuple[Node, ...] = ()  # the sort, behind the subgraph calls it happens in
+    by: tuple[Node, ...] = ()  # the sort, behind the subgraph calls it happens in; or the input
     offsets: tuple[int, ...] = ()
 
     def plus(self, low: int, high: int, offsets: tuple[int, ...] = ()) -> Meaning:
-        natural = self.of in ("number", "row") and self.low + low >= 0
+        natural = self.of in ("number", *NUMBERS) and self.low + low >= 0
         known: tuple[int, ...] = ()
         if self.offsets and low == high:
             known = tuple(each + low for each in self.offsets)
@@ -85,8 +88,8 @@ def _at_least(node: Node, known: Known) -> Meaning | None:
         case (Meaning(of="number") as a, Meaning(of="number") as b):
             low, high = max(a.low, b.low), max(a.high, b.high)
             return Meaning("number", low, high, low >= 0)
-        case (Meaning(of="row") as row, Meaning(of="number", low=0, high=0)) | (
-            Meaning(of="number", low=0, high=0), Meaning(of="row") as row):  # fmt: skip
+        case (Meaning(of=of) as row, Meaning(of="number", low=0, high=0)) | (
+            Meaning(of="number", low=0, high=0), Meaning(of=of) as row) if of in NUMBERS:  # fmt: skip
             return replace(row, high=max(row.high, 0), natural=True)
     return None
 

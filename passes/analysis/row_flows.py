@@ -26,8 +26,8 @@ class Value:
 @dataclass(frozen=True)
 class Flow:
     """Which rows of an operand are read: those demanded of the result ("same"), they and `rows` rows before each
-    ("back"), those that `index` says ("chosen"), the last `rows` of each chunk ("last"), both of these ("kept"), all
-    ("every")."""
+    ("back"), those that `index` says and `rows` before each ("chosen"), the last `rows` of each chunk ("last"), those
+    and the ones that `index` says ("kept"), all ("every")."""
 
     how: str
     rows: int = 0

@@ -4,6 +4,7 @@
     x[order // k], y[inverse of order]  each row its own: picks in the order of their experts, and back
     q[grid], scores[request, column]    each row its own
     h[logit_rows]                       the rows that logit_rows says
+    keys[(row - back)[logit_rows]]      and so many before each
     ring[slot or nobody's] = records    the rows that the ring keeps
     entries[...] = latent               all
 """
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -121,7 +123,14 @@ def _rows_taken(node: Node, source: Node, used: dict[int, Node], moved: Layout |
         return Value(Layout(Space(GRID, grid), (0, 1))), [(source, SAME), *numbers]
     index = used[layout.dims[0]]
     if kind == ROWS and whole and alone and index.op == "placeholder" and moved is None:
-        return Value(), [(source, Flow("chosen", index=index, why="takes the rows it is told")), *numbers]
+        told = look.meaning(source)
+        rows = replace(told, of="row of chosen", by=(index,)) if told is not None and told.of == "row" else None
+        return Value(None, rows), [(source, Flow("chosen", index=index, why="takes the rows it is told")), *numbers]
+    if kind == ROWS and whole and alone and moved is None and first is not None and first.of == "row of chosen":
+        if not first.natural or first.high > 0:
+            return "may read rows behind its own"
+        flow = Flow("chosen", -first.low, first.by[0], "reads rows before those it is told")
+        return Value(), [(source, flow), *numbers]
     return "takes rows by numbers that say nothing of them"
 
 

@@ -2,9 +2,12 @@
 
     RULES[target](node, look) -> (what is known of each result, which rows of each operand it reads), or why it mixes
 
+Sums over ranks add row to row: all ranks run one program on batches of one size, which they compare line by line before
+the first step, so what is decided here is decided on all of them.
+
 Absent on purpose: `as_strided` and `resize_` (memory, not rows), `nonzero`, `unique` and x[mask] (rows become sizes),
-`index_add` and `scatter` on rows (places by value), collectives (every rank must take the same decision), `dropout` and
-all that draws numbers (a row's number is that of its place).
+`index_add` and `scatter` on rows (places by value), `reduce_scatter` and `all_to_all` (rows go to other ranks),
+`dropout` and all that draws numbers (a row's number is that of its place).
 """
 
 from __future__ import annotations
@@ -22,10 +25,23 @@ from v41.passes.analysis.algebra import sizes
 from v41.passes.analysis.effects import written_args
 from v41.passes.analysis.layouts import ROWS, SORTED, Found, Layout, Space
 from v41.passes.analysis.meanings import Meaning
-from v41.passes.analysis.row_flows import Look, Made, Rule, Value, argument, dims_of, local, ndim, steps, tensors
+from v41.passes.analysis.row_flows import (
+    SAME,
+    Flow,
+    Look,
+    Made,
+    Rule,
+    Value,
+    argument,
+    dims_of,
+    local,
+    ndim,
+    steps,
+    tensors,
+)
 from v41.passes.matching import shape
 
-aten, prims = ops.aten, ops.prims
+aten, prims, c10d = ops.aten, ops.prims, ops._c10d_functional
 LONGEST_WINDOW = 4096  # of which each offset is known
 
 
@@ -120,6 +136,29 @@ def _cat(node: Node, look: Look) -> Made | str:
     return local(layouts.apart(layout, [dim], len(result)), node, look)
 
 
+def _all_gather(node: Node, look: Look) -> Made | str:
+    """[ranks * rows, ..]: the rows of each rank behind those of the one before. What views them apart finds them."""
+    layout = look.layout(node.args[0])
+    if layout is None:
+        return local(None, node, look)
+    if layout.space.kind != ROWS or layout.dims != (0,) or not isinstance(node.args[1], int):
+        return "gathers rows in an order unknown"
+    why = "is put beside those of other ranks"
+    return Value(None, Meaning("ranks", node.args[1])), [(cast("Node", node.args[0]), Flow("every", why=why))]
+
+
+def _wait(node: Node, look: Look) -> Made | str:
+    (source,) = tensors(node)
+    return Value(look.layout(source), look.meaning(source)), [(source, SAME)]
+
+
+def _view_of(node: Node, look: Look) -> Made | str:
+    meant, new = look.meaning(node.args[0]), sizes(node)
+    if meant is not None and meant.of == "ranks" and new[:2] == (meant.low, look.rows):
+        return Value(Layout(Space(ROWS, (look.rows,)), (1,))), [(tensors(node)[0], SAME)]
+    return of_first(_view)(node, look)
+
+
 def _product(node: Node, look: Look) -> Made | str:
     *others, left, right = node.args[:3] if node.target in (aten.addmm.default, aten.baddbmm.default) else node.args[:2]
     if any(look.layout(other) is not None for other in others):
@@ -152,7 +191,8 @@ RULES: dict[object, Rule] = {
     prims.iota.default: _iota,
     aten.full.default: lambda node, look: local(None, node, look),
     aten.scalar_tensor.default: lambda node, look: local(None, node, look),
-    **{op: of_first(_view) for op in (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default)},
+    **{op: _view_of for op in (aten.view.default, aten._unsafe_view.default)},
+    aten.unsqueeze.default: of_first(_view),
     **{op: of_first(_view) for op in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)},
     **{op: of_first(_permute) for op in (aten.permute.default, aten.transpose.int, aten.t.default)},
     aten.expand.default: of_first(_expand),
@@ -180,6 +220,9 @@ RULES: dict[object, Rule] = {
     aten.logsumexp.default: reduction(1, 2),
     aten.linalg_vector_norm.default: reduction(2, 3),
     **{op: _product for op in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)},
+    c10d.all_reduce.default: of_first(lambda layout, node: layout),
+    c10d.wait_tensor.default: _wait,
+    c10d.all_gather_into_tensor.default: _all_gather,
     aten._grouped_mm.default: row_gathers.grouped_product,
     aten.embedding.default: row_gathers.embedding,
     aten.index.Tensor: row_gathers.index,

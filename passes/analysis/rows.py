@@ -252,8 +252,11 @@ class Forward:
 
     @cached_property
     def effects(self) -> frozenset[Node]:
-        """Those that do something besides computing."""
-        return frozenset(node for node in self.gm.graph.nodes if effect_of(node) is not None)
+        """Those that do something besides computing. A sum over ranks whose rule is known only computes: each rank
+        has the rows that all have."""
+        found = {node: effect_of(node) for node in self.gm.graph.nodes}
+        computes = [node for node, what in found.items() if what == "collective" and rule_of(node) is not None]
+        return frozenset(node for node, what in found.items() if what is not None and node not in computes)
 
     def layout(self, node: Node) -> Layout | None:
         value = self.values.get(node)
@@ -372,7 +375,7 @@ def applied(flow: Flow, demand: Demand) -> Demand:
         case "back":
             return demand.back(flow.rows)
         case "chosen":
-            return Demand(chosen={flow.index: 0})  # type: ignore[dict-item]
+            return Demand(chosen={flow.index: flow.rows})  # type: ignore[dict-item]
         case "last":
             return Demand(last=flow.rows)
         case "kept":

@@ -54,7 +54,9 @@ def test_sizes_lie_on_the_ladders_a_step_needs(schedule: Schedule, ladders: Buck
             assert padded.blocks == {m: round_up(count, ladders.blocks) for m, count in exact.blocks.items()}
         else:
             assert padded.rows == round_up(max(exact.rows, 1), ladders.prefill)
-            assert (padded.requests, padded.logits, padded.blocks) == (exact.requests, exact.logits, exact.blocks)
+            assert (padded.requests, padded.blocks) == (exact.requests, exact.blocks)
+            assert padded.logits == max(exact.logits, 1)
+            assert padded.kept == min(round_up(exact.kept, (1, *ladders.kept)), padded.rows) or exact.rows == 0
         assert padded.longest == exact.longest
 
 
@@ -72,7 +74,9 @@ def test_no_chunk_is_a_decode_step_of_pads() -> None:
 def test_ladders_by_the_name_of_a_size() -> None:
     ladders = Buckets((1, 2), (2, 64), (3,))
     assert ladders.ladder("rows") == (1, 2, 64) and ladders.ladder("blocks of ratio 2") == (3,)
-    assert ladders.ladder("requests") == ladders.ladder("logits") == (1, 2) and ladders.ladder("longest") == (1,)
+    assert ladders.ladder("requests") == ladders.ladder("logits") == (1, 2)
+    assert {ladders.ladder(f"longest{of}") for of in ("", " kept", " inner")} == {(1,)}
+    assert Buckets((1, 2), (2, 64), (3,), (128,)).ladder("last 255") == (1, 2, 128)
     assert ladders.ladder("tokens.0") is None and ladders.whole == {"rows": 2, "longest": 1}
 
 

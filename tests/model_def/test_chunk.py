@@ -15,8 +15,9 @@ from tests.model_def.rows import QUICK, TINY, alone
 from tests.strategies.batches import poisoned
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
-from v41.model_def.chunk import replay_start, usable_hit, window_floors
+from v41.model_def.chunk import kept_last, reach, replay_start, rows_kept, usable_hit, window_floors
 from v41.model_def.model import V41ForCausalLM
+from v41.passes.same_values import same_bits
 
 W = QUICK.sliding_window
 EACH_TAKES_SECONDS = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -62,6 +63,31 @@ def test_rows_after_a_hit_hang_on_their_request_alone(data: st.DataObject) -> No
     once = after_a_hit(0, 1, [], [])
     assert torch.isfinite(once).all()
     assert torch.equal(after_a_hit(slot, source, cuts, data.draw(ids_of(len(cuts) + 1))), once)
+
+
+@torch.no_grad()
+def after_two_chunks(model: V41ForCausalLM, rows: int, stale: bool) -> list[Tensor]:
+    """Logits behind a prompt's last chunk of so many rows, and what is in the rings then. stale: nothing that the last
+    source or the layers behind it left of the first chunk is there."""
+    config, first = model.config, 40
+    ids, cache = [11 * n % 500 for n in range(first + rows)], Cache.zeros(model.config, 1, first + rows)
+    told = model(build_batch(config, cache, [Chunk(ids, 0, 0, first, following=rows)]), cache)
+    assert len(told) == 0
+    for ring in cache.rings[config.last_kv_source :] if stale else ():
+        ring[0] = 0xFF
+    return [model(build_batch(config, cache, [Chunk(ids, first, 0)]), cache), *(ring[0] for ring in cache.rings)]
+
+
+@pytest.mark.parametrize(("switch", "rows"), [("off", 46), ("after_source", 31), ("from_source", 17)])
+def test_a_long_chunk_reads_nothing_that_late_layers_left_of_the_one_before(switch: str, rows: int) -> None:
+    config = TINY.replace(swa_bounded_replay=switch)
+    model = V41ForCausalLM.random(config, seed=5)
+    assert reach(config) == rows
+    for count, alike in ((rows, True), (rows + 9, True), (rows - 1, False), (1, False)):
+        fresh, stale = (after_two_chunks(model, count, each) for each in (False, True))
+        assert all(map(same_bits, fresh, stale)) is alike
+        kept = rows_kept(config, Chunk([1] * 40, 0, 0, following=count), kept_last(config))
+        assert kept == (0 if alike else min(40, kept_last(config)))
 
 
 LENGTHS = (0, 1, 2, W - 1, W, W + 1, 2 * W, 3 * W + 1)

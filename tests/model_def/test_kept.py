@@ -11,7 +11,7 @@ from tests.model_def.rows import TINY
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
-from v41.model_def.chunk import is_late, kept_last
+from v41.model_def.chunk import inner_last, is_late, kept_last
 from v41.model_def.config import V41Config
 from v41.model_def.errors import BatchOfAnotherModel
 from v41.model_def.model import V41ForCausalLM
@@ -42,6 +42,31 @@ def test_kept_rows_are_the_last_of_each_chunk_and_all_of_some(
         sum(a <= row < b for row in kept) for a, b in zip(batch.host.bounds, batch.host.bounds[1:], strict=False)
     ]
     assert len(batch.kept_longest) == max([min(len(kept), 1), *of_each])
+
+
+def test_a_chunk_whose_late_layers_nobody_reads_keeps_none_and_has_no_logits() -> None:
+    config, ladders = TINY.replace(swa_bounded_replay="after_source"), Buckets(kept=(16, 32), prefill=(64, 128))
+    chunks = [Chunk([1] * 60, 0, 0, 40, following=31), Chunk([1] * 60, 0, 1, 40, following=30), Chunk([1] * 9, 8, 2)]
+    cache = Cache.zeros(config, 4, 64)
+    assert build_batch(config, cache, chunks).kept_rows.tolist() == [*range(64, 81)]
+    batch = build_batch(config, cache, chunks, buckets=ladders)
+    assert (batch.host.logits, len(batch.kept_rows)) == (((2, 8),), 32)
+    alone = build_batch(config, cache, chunks[:1], buckets=ladders)
+    assert (alone.host.logits, alone.kept_rows.tolist(), alone.logit_rows.tolist()) == ((), [63], [0])
+
+
+def test_inner_rows_are_kept_ones_that_the_later_half_needs() -> None:
+    assert inner_last(TINY) == 31 < kept_last(TINY) and inner_last(V41Config.preset("flash")) == 128 + 9 * 127
+    assert inner_last(TINY.replace(swa_bounded_replay="after_source")) is None
+    chunks = [Chunk([1] * 90, 0, 0), Chunk([1] * 40, 0, 1), Chunk([1] * 50, 0, 2, every_logit=True)]
+    cache = Cache.zeros(TINY, 4, 96)
+    for buckets in (None, Buckets(kept=(64, 160), prefill=(200,))):
+        batch = build_batch(TINY, cache, chunks, buckets=buckets)
+        assert batch.inner_rows is not None and batch.inner_longest is not None
+        inner, kept = batch.inner_rows.tolist(), batch.kept_rows.tolist()
+        needed = [*range(59, 90), *range(99, 130), *range(130, 180)]
+        assert {*needed} <= {*inner} <= {*kept} and inner == sorted(inner) and (buckets or inner == needed)
+        assert len(batch.inner_longest) == 50 and len(inner) == (160 if buckets else len(needed))
 
 
 def test_a_decode_step_keeps_everything_with_its_pads() -> None:

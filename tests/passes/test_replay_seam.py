@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tests.passes.test_trim_replay import trimmed
+from tests.passes.test_trim_replay import trimmed, trimmed_twice
 from tests.strategies.rows import CACHES, LOCAL, READS_BEFORE, WINDOW, WRITES, Program, programs, step
 from tests.strategies.rows import Step as Inputs
 from v41.passes import replay_seam
@@ -28,28 +28,28 @@ SOME = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 6)), min_size=1, max
 FIRST = ["norm", "window", "by request", "experts", "ring", "gelu"]
 
 
-def seam_of(plan: Plan) -> tuple[str, Parted, GraphModule]:
-    ((key, apart, body),) = [(p.key, found, p.body) for p in plan.pieces if (found := parted(p.body)) is not None]
-    return key, apart, body
+def seams_of(plan: Plan) -> dict[str, tuple[Parted, GraphModule]]:
+    return {p.key: (found, p.body) for p in plan.pieces if (found := parted(p.body)) is not None}
 
 
 class Planned:
-    """A trimmed program as a plan; `taken` counts how often its seam took rows."""
+    """A trimmed program as a plan; `taken` counts how often a seam took rows."""
 
-    def __init__(self, program: Program, last: int) -> None:
-        _, self.gm, _ = trimmed(program, last)
-        self.plan, self.taken = partition(self.gm, cut_at=(KIND,)), 0
-        key, self.apart, body = seam_of(self.plan)
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm, self.plan, self.taken = gm, partition(gm, cut_at=(KIND,)), 0
+        artifacts = {piece.key: eager_artifact(piece.body) for piece in self.plan.pieces}
+        self.seams = seams_of(self.plan)
+        self.run = executor(self.plan, artifacts | {key: self.seam(*found) for key, found in self.seams.items()})
+
+    def seam(self, apart: Parted, body: GraphModule) -> AllKept:
         take = eager_artifact(body)
 
         def count(*args: Any) -> Any:
             self.taken += 1
             return take(*args)
 
-        rest = None if self.apart.rest is None else eager_artifact(self.apart.rest)
-        facts = (self.apart.kept, self.apart.taken, self.apart.same, self.apart.reads)
-        artifacts = {piece.key: eager_artifact(piece.body) for piece in self.plan.pieces}
-        self.run = executor(self.plan, artifacts | {key: AllKept(*facts, count, rest)})
+        rest = None if apart.rest is None else eager_artifact(apart.rest)
+        return AllKept(apart.kept, apart.taken, apart.same, apart.reads, count, rest)
 
     def both(self, given: Inputs) -> tuple[list[Tensor], list[Tensor]]:
         """What the program and its plan return and leave in the caches."""
@@ -69,7 +69,7 @@ def check_equal(planned: Planned, given: Inputs) -> None:
 @settings(max_examples=15)
 @given(programs(LOCAL, READS_BEFORE, {n: WRITES[n] for n in WRITES if n != "cache"}), SOME, st.integers(0, 9))
 def test_where_every_row_is_kept_nothing_is_taken(program: Program, chunks: list[tuple[int, int]], seed: int) -> None:
-    planned = Planned(["gelu", *program], 9 * WINDOW)
+    planned = Planned(trimmed(["gelu", *program], 9 * WINDOW)[1])
     given = step(chunks, seed, last=ENOUGH)
     check_equal(planned, given)
     assert len(given.kept_rows) == len(given.x) and planned.taken == 0
@@ -78,15 +78,30 @@ def test_where_every_row_is_kept_nothing_is_taken(program: Program, chunks: list
     assert len(few.kept_rows) < len(few.x) and planned.taken == 1
 
 
+@settings(max_examples=10)
+@given(programs(LOCAL, READS_BEFORE, {n: WRITES[n] for n in WRITES if n != "cache"}), SOME, st.integers(0, 9))
+def test_of_two_seams_neither_takes_where_every_row_is_kept(
+    program: Program, chunks: list[tuple[int, int]], seed: int
+) -> None:
+    program = ["gelu", "window", *program, "window", "norm", "window"]
+    last, inner = WINDOW + 2 * len(program), WINDOW + 2
+    planned = Planned(trimmed_twice(program, last, inner)[1])
+    assert len(planned.seams) >= 2
+    check_equal(planned, step(chunks, seed, last=ENOUGH, inner=ENOUGH))
+    assert planned.taken == 0
+    check_equal(planned, step([(0, 6), (3, 4)], seed, last=last, inner=inner))
+    assert 0 < planned.taken <= len(planned.seams)
+
+
 def test_one_row_left_out_is_enough_to_take() -> None:
-    planned = Planned(FIRST, 9)
+    planned = Planned(trimmed(FIRST, 9)[1])
     check_equal(planned, step([(0, 10), (2, 4)], last=9))
     assert planned.taken == 1
 
 
 def test_a_decode_step_launches_no_gather() -> None:
     """All that is left of the seam lays kept rows out by request."""
-    apart = Planned(FIRST, 9).apart
+    ((apart, _),) = Planned(trimmed(FIRST, 9)[1]).seams.values()
     assert apart.rest is not None and apart.same.count(None) == 1
     left = [str(node.target) for node in apart.rest.graph.nodes if node.op == "call_function"]
     assert not any("index" in each or "searchsorted" in each for each in left)
@@ -117,7 +132,8 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_a_seeded_bug_leaves_gathers(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, gm, _ = trimmed(FIRST, 9)
     plan = partition(gm, cut_at=(KIND,))
-    assert seam_of(plan)[1].same.count(None) == 1
+    ((apart, _),) = seams_of(plan).values()
+    assert apart.same.count(None) == 1
     monkeypatch.setattr(replay_seam, *WRONG[bug])
-    apart = seam_of(plan)[1]
+    ((apart, _),) = seams_of(plan).values()
     assert apart.same.count(None) > 1 or apart.rest is None or "index" in str(apart.rest.graph)

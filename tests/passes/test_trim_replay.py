@@ -129,6 +129,35 @@ def test_with_floors_one_window_is_enough(program: Program, chunks: list[tuple[i
     check_same(whole, gm, given, poisoned(given))
 
 
+def test_what_is_read_further_back_than_rows_are_kept_stays_whole() -> None:
+    """Late nodes alone read it, by number: that does not make its rows there."""
+    whole, gm, _ = trimmed(["gelu", "window", "window", "window"], 5)
+    given = step([(0, 14), (4, 9), (1, 1)], 1, last=5, more=3)
+    check_same(whole, gm, given, given)
+
+
+def trimmed_twice(program: Program, last: int, inner: int) -> tuple[GraphModule, GraphModule, list[Decision]]:
+    (whole, _), (gm, inputs) = (writing_at_its_end(*build(program)) for _ in range(2))
+    outer = kept_of(inputs, last)
+    few = replace(outer, rows=inputs["inner_rows"], longest=inputs["inner_longest"], last=inner)
+    decisions = trim_replay.trim(gm, few, outer)
+    gm.graph.lint()
+    gm.recompile()
+    return whole, gm, decisions
+
+
+@given(programs(LOCAL, READS_BEFORE, RINGS), CHUNKS, st.integers(0, 9), st.integers(0, 4), st.booleans())
+def test_rows_go_twice_where_the_last_steps_need_fewer(
+    program: Program, chunks: list[tuple[int, int]], seed: int, more: int, ends: bool
+) -> None:
+    program = ["gelu", "window", *program, "window", "norm", "window"]
+    last, inner = WINDOW + 2 * len(program), WINDOW + 2
+    whole, gm, decisions = trimmed_twice(program, last, inner)
+    assert [each.applied for each in decisions] == [True, True]
+    given = step(chunks, seed, ends, last, more, inner)
+    check_same(whole, gm, given, poisoned(given))
+
+
 def inputs_of(gm: GraphModule) -> dict[str, Node]:
     return {str(node.target): node for node in gm.graph.nodes if node.op == "placeholder"}
 
@@ -171,8 +200,7 @@ def test_what_a_batch_promises_is_told_by_names(size: str, names: tuple[str, ...
     gm = trace(read_by_all, *(torch.arange(3) for _ in range(3)), sizes=("rows", size, "longest kept"))
     tensors = [node for node in gm.graph.nodes if node.op == "placeholder" and isinstance(node.meta["val"], Tensor)]
     called = {node.name: f"batch.{name}" for node, name in zip(tensors, names, strict=True)}
-    kept = replay_rows.kept_rows(gm, called)
-    assert (kept and kept.last) == last
+    assert [kept.last for kept in replay_rows.kept_levels(gm, called)] == ([last] if last else [])
     assert trim_replay.trim_replay(gm) == [] == trim_replay.trim_replay(gm, called)
 
 

@@ -39,6 +39,8 @@ class Step(NamedTuple):
     logit_rows: Tensor  # [L]
     kept_rows: Tensor  # [K]
     kept_longest: Tensor  # [the most of them in one request]
+    inner_rows: Tensor  # [I] of those
+    inner_longest: Tensor
     weight: Tensor  # [8, 8]
     experts: Tensor  # [5, 8, 8]
     ring: Tensor  # [slots + 1, window, 8]
@@ -46,13 +48,17 @@ class Step(NamedTuple):
     cache: Tensor  # [slots + 1, capacity, 8]
 
 
-SIZES = ("rows",) * 8 + ("requests", "longest", "logits", "last", "longest kept")  # the first dimension of each input
+SIZES = (  # the first dimension of each input
+    *("rows",) * 8, "requests", "longest", "logits", "last", "longest kept", "inner", "longest inner"
+)  # fmt: skip
 CACHES = Step._fields.index("ring")  # and those behind it are written
 
 
-def step(chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True, last: int = 0, more: int = 0) -> Step:
+def step(
+    chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True, last: int = 0, more: int = 0, inner: int = 0
+) -> Step:
     """chunks: (first position, rows) of each request. Kept are the last so many of each, as many before each row of
-    logits, and `more` that were not to be."""
+    logits, and `more` that were not to be; inner ones likewise, among these."""
     generator = torch.Generator().manual_seed(seed)
     rows = [n for _, n in chunks]
     first = [sum(rows[:i]) for i in range(len(rows))]
@@ -64,12 +70,17 @@ def step(chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True, l
     columns = torch.arange(total) - per_row(first)
     ends = torch.tensor([f + n - 1 for f, n in zip(first, rows, strict=True)])
     logits = ends if last_only else torch.arange(total).flip(0)[: max(total // 2, 1)]
-    kept = torch.arange(total) >= (ends + 1 - last).repeat_interleave(repeats)
-    for row in logits.tolist():
-        kept[max(row - last + 1, 0) : row + 1] = True
-    spare = (~kept).nonzero().flatten()
-    kept[spare[torch.randperm(len(spare), generator=generator)[:more]]] = True
-    most = max(int(part.sum()) for part in kept.split(rows))
+
+    def keeping(last: int, among: Tensor) -> tuple[Tensor, Tensor]:
+        kept = torch.arange(total) >= (ends + 1 - last).repeat_interleave(repeats)
+        for row in logits.tolist():
+            kept[max(row - last + 1, 0) : row + 1] = True
+        spare = (among & ~kept).nonzero().flatten()
+        kept[spare[torch.randperm(len(spare), generator=generator)[:more]]] = True
+        return kept, torch.arange(max(int(part.sum()) for part in kept.split(rows)))
+
+    kept, longest = keeping(last, torch.tensor(True))
+    few, longest_of_few = keeping(inner, kept)
     sizes = ((WIDTH, WIDTH), (EXPERTS, WIDTH, WIDTH), (SLOTS + 1, WINDOW, WIDTH), (SLOTS + 1, WIDTH))
     weights = [torch.randn(*size, generator=generator) for size in (*sizes, (SLOTS + 1, CAPACITY, WIDTH))]
     return Step(
@@ -85,7 +96,9 @@ def step(chunks: list[tuple[int, int]], seed: int = 0, last_only: bool = True, l
         torch.arange(max(rows)),
         logits,
         kept.nonzero().flatten(),
-        torch.arange(most),
+        longest,
+        few.nonzero().flatten(),
+        longest_of_few,
         *weights,
     )
 
@@ -267,8 +280,8 @@ def captured(name: str) -> GraphModule:
 
     functional = torch.func.functionalize(run, remove="mutations")
 
-    def spelled_out(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r):  # type: ignore[no-untyped-def]  # make_fx takes no *args
-        return functional(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r)
+    def spelled_out(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t):  # type: ignore[no-untyped-def]  # make_fx takes no *args
+        return functional(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t)
 
     gm = make_fx(spelled_out, decomposition_table=select_decomp_table(), tracing_mode="fake")(*fakes())
     canonicalize(gm)

@@ -47,6 +47,7 @@ def told(reports: list[CompileReport]) -> dict[str, Any]:
         "ranks": report.options["ranks"],
         "made": run.made,
         "refused": run.refused,
+        "trimmed": sum(each.applied for each in report.passes if each.name == "trim_replay"),
         "collectives": report.plan.collectives,
         "borders": [piece.border for piece in report.plan.pieces],
         "fallbacks": report.fallbacks,
@@ -68,7 +69,9 @@ def check_ranks(made: list[Any], layers: int) -> None:
     lines = facts["collectives"]
     gather = ["all_gather_into_tensor"]  # of the embedding, and of the logits
     assert [line.split()[0] for line in lines] == gather + ["all_reduce"] * 2 * layers + gather
-    assert lines[1].startswith(f"all_reduce sum over group 0 of {len(made)}: torch.bfloat16 [k0(")
+    rows = [line.partition("[")[2].partition("(")[0] for line in lines]  # of all tokens, then of those that are kept
+    assert lines[1].startswith(f"all_reduce sum over group 0 of {len(made)}: torch.bfloat16 [k")
+    assert facts["trimmed"] >= 1 and rows[0] == "k0" != rows[-2]
     assert any(border == "region mhc_boundary" for border in facts["borders"])
 
 
