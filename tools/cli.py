@@ -314,7 +314,7 @@ def add_program(command: argparse.ArgumentParser) -> None:
 
 
 def add_prefill(command: argparse.ArgumentParser) -> None:
-    tokens, contenders = [1024, 2048, 4096, 8192, 16384, 32768, 65536], ["off", "halo", "replay", "graphs"]
+    tokens, contenders = [1024, 2048, 4096, 8192, 16384, 32768, 65536], ["off", "graphs", "replay", "halo"]
     command.add_argument("--preset", default="bench", metavar="NAME", help=f"{PRESETS} (bench)")
     command.add_argument("--cut", action="store_true", help="four layers of it, one of each kind")
     command.add_argument("--tokens", type=positive, nargs="+", default=tokens, metavar="N",
@@ -323,7 +323,7 @@ def add_prefill(command: argparse.ArgumentParser) -> None:
     command.add_argument("--contenders", choices=contenders, nargs="+", default=contenders, metavar="NAME",
                          help=f"some of {spaced(contenders)} (all)")  # fmt: skip
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
-    command.add_argument("--budget", type=float, default=480, help="seconds after which nothing starts (480)")
+    command.add_argument("--budget", type=float, default=270, help="seconds after which nothing starts (270)")
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: all but the times (cuda)")
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -155,7 +157,12 @@ def build(
     if ranges:
         limits = [", ".join(dict.fromkeys(f"{plan.sizes[u]} <= {most}" for u, most in each.items())) for each in ranges]
         report.options["code for"] = ("; ".join(limits), "v41; beyond these, Inductor's pieces run their ATen nodes")
-    artifacts = {key: artifact(bodies[key], names, order, report, ranges) for key, names in plan.keys.items()}
+    shared = SHARED.get()
+    known = {} if shared is None else shared.setdefault((*order, str(device)), {})
+    artifacts = {
+        key: known.get(key) or artifact(bodies[key], names, order, report, ranges) for key, names in plan.keys.items()
+    }
+    known.update(artifacts)
     overlaps, who = wanted(options, device, plan)
     if overlaps:
 
@@ -180,6 +187,20 @@ def build(
     report.seconds["codegen"] = clock() - start
     report.plan, report.pieces, report.artifacts = plan, len(plan.pieces), len(artifacts)
     return plan, artifacts
+
+
+SHARED: ContextVar[dict[tuple[str, ...], dict[str, Artifact]] | None] = ContextVar("v41_shared_artifacts", default=None)
+
+
+@contextmanager
+def shared_artifacts() -> Iterator[None]:
+    """Programs compiled in the block share what equal pieces run: where variants of a model are compared, each piece is
+    compiled once. What ways and devices make of a piece is kept apart; other options say nothing of pieces."""
+    before = SHARED.set({})
+    try:
+        yield
+    finally:
+        SHARED.reset(before)
 
 
 def kept_whole(order: Sequence[str]) -> frozenset[str]:

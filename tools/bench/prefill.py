@@ -1,19 +1,19 @@
 """bench prefill: prompts read in chunks on this GPU, with late layers on all rows and on those read, in one run.
 
     off        replay off, trim_replay switched off: every layer runs on every row; the others are measured against it
-    halo       replay off: late layers run on the rows that the exact result needs
-    replay     bounded replay (after_source), nothing captured
-    graphs     bounded replay, segments captured
+    graphs     bounded replay (after_source), segments captured
+    replay     the same program, nothing captured
+    halo       replay off: late layers run on the rows that the exact result needs; segments captured, as in "off"
 
-A case is a prompt of so many tokens in chunks, or several requests in one step: some read, some decode. us is the time
-of all its steps, CUDA events around them, median; kept is how many rows late layers run on, of how many. The result of
-each is compared with eager's under the same switch where the first chunk is the whole prompt: kl. A contender that
-fails is a record with its error. The JSON is written after every record.
+A case is a prompt of so many tokens in chunks, of which the last alone returns logits, or several requests in one step:
+some read, some decode. us is the time of all its steps, CUDA events around them, median; kept is how many rows late
+layers run on, of how many. The last step's logits are compared with eager's under the same switch, where eager fits
+into memory: kl. Pieces that are alike in several contenders are compiled once. A contender that fails is a record with
+its error. The JSON is written after every record; what would start after --budget seconds is left out, as it says.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from argparse import Namespace
@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 
 from v41._compat import without_passes
+from v41.backend import shared_artifacts
 from v41.errors import BenchNeedsGPU
 from v41.model_def.batch import Batch, Chunk, batch_facts, build_batch
 from v41.model_def.buckets import Buckets
@@ -34,22 +35,20 @@ from v41.model_def.cache import Cache
 from v41.model_def.chunk import is_late
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
+from v41.report import CompileReport, collect
 from v41.tools.bench import timing
+from v41.tools.bench.program import clean_up
 from v41.tools.bench.program_cases import cut, token_ids
 from v41.tools.tables import add, table
 
 CONTENDERS: dict[str, tuple[str, dict[str, Any], str]] = {  # replay, options, passes that are switched off
-    "off": ("off", {"cache": False}, "trim_replay"),  # the store knows no switched-off passes
-    "halo": ("off", {}, ""),
-    "replay": ("after_source", {"capture": "off"}, ""),
+    "off": ("off", {}, "trim_replay"),
     "graphs": ("after_source", {}, ""),
+    "replay": ("after_source", {"capture": "off"}, ""),
+    "halo": ("off", {}, ""),
 }
-WARM, FEWEST, MOST, SECONDS = (
-    3,
-    3,
-    20,
-    1.0,
-)  # passes before the first that counts; a time is the median of those that fit
+WARM = 3  # passes over a case before the first that counts: the second step of a size is captured
+FEWEST, MOST, SECONDS = 3, 20, 1.0  # a time is the median of so many passes as fit
 DECODING = 8  # requests that decode beside one that reads
 Record = dict[str, Any]
 
@@ -78,27 +77,58 @@ def bench_command(arguments: Namespace) -> int:
         "case": "prefill", **timing.provenance(),
         "model": f"preset {arguments.preset}{', cut' if arguments.cut else ''}",
         "layers": config.num_hidden_layers, "chunk": arguments.chunk, "codegen": arguments.codegen,
-        "records": list[Record](),
+        "contenders": dict[str, Any](), "records": list[Record](), "ratios": dict[str, Any](),
     }  # fmt: skip
-    for name in arguments.contenders:
-        replay, options, without = CONTENDERS[name]
-        with switched(model, replay), without_passes(without):
-            torch.compiler.reset()
-            options = {"codegen": arguments.codegen, **options}
-            compiled = torch.compile(model, backend="v41", fullgraph=True, options=options)
-            for case in cases:
-                late = time.perf_counter() - started > arguments.budget
-                record = {"contender": name, "case": case.name, "tokens": case.tokens}
-                record |= {"error": "left out: no time"} if late else attempt(compiled, model, case, cache, timed)
-                result["records"].append(record)
-                result["ratios"] = ratios(result["records"])
-                path = timing.save(result, arguments.out)
-                print(line(record), flush=True)
-            del compiled
-            gc.collect()
+    expected: dict[tuple[str, str], torch.Tensor | str] = {}
+    with shared_artifacts():
+        for name in arguments.contenders:
+            replay, options, without = CONTENDERS[name]
+            options = {"codegen": arguments.codegen, "cache": False, **options}  # it knows no passes that are off
+            with switched(model, replay), without_passes(without), collect() as reports:
+                compiled = torch.compile(model, backend="v41", fullgraph=True, options=options)
+                for case in cases:
+                    late = time.perf_counter() - started > arguments.budget
+                    record = {"contender": name, "case": case.name, "tokens": case.tokens}
+                    if late:
+                        record["error"] = "left out: no time"
+                    else:
+                        record |= attempt(compiled, model, case, cache, timed)
+                        found = record.pop("logits", None)
+                        if found is not None:
+                            truth = eager(model, case, cache, expected, replay)
+                            record["kl"] = truth if isinstance(truth, str) else kl(truth, found)
+                    result["records"].append(record)
+                    result["contenders"][name] = [facts(report) for report in reports]
+                    result["ratios"] = ratios(result["records"])
+                    result["seconds"] = round(time.perf_counter() - started, 1)
+                    path = timing.save(result, arguments.out)
+                    print(line(record), flush=True)
+                del compiled, reports
+            clean_up()
     Console(width=160).print(overview(result["records"]))
     print(f"written to {path}")
-    return 0 if all("error" not in record and record.get("kl", 0) <= 0.02 for record in result["records"]) else 1
+    return 0 if all(map(holds, result["records"])) else 1
+
+
+def holds(record: Record) -> bool:
+    """Whether a contender ran, and gave eager's result where eager had one."""
+    return "error" not in record and not (isinstance(record["kl"], float) and not record["kl"] <= 0.02)
+
+
+def facts(report: CompileReport) -> dict[str, Any]:
+    """What a compile says: was it trimmed, and are its steps captured?"""
+    runs = {run.name: run for run in report.passes}
+    captures = report.captures
+    trimmed = runs.get("trim_replay")
+    return {
+        "pieces": report.pieces, "artifacts": report.artifacts, "fallbacks": report.fallbacks,
+        "trimmed": trimmed.applied if trimmed else 0, "refused": trimmed.refused if trimmed else 0,
+        "seconds": {name: round(value, 1) for name, value in report.seconds.items()},
+        "captures": captures and {"captured": captures.captured, "segment_replays": captures.segment_replays,
+                                  "replays": captures.replays, "piecewise": captures.piecewise,
+                                  "uncaptured": captures.uncaptured, "dropped": captures.dropped,
+                                  "errors": captures.errors, "pool_bytes": captures.pool_bytes()},
+    }  # fmt: skip
 
 
 def cases_of(config: V41Config, tokens: Sequence[int], chunk: int) -> list[Case]:
@@ -107,7 +137,7 @@ def cases_of(config: V41Config, tokens: Sequence[int], chunk: int) -> list[Case]
     cases = []
     for count in sorted(tokens):
         bounds = [*range(0, count, chunk), count]
-        steps = tuple((Chunk(ids, a, 0, b),) for a, b in pairwise(bounds))
+        steps = tuple((Chunk(ids, a, 0, b, following=min(count - b, chunk)),) for a, b in pairwise(bounds))
         cases.append(Case(f"1 x {count}", count, steps))
     part = min(chunk // 2, max(tokens) // 2)
     mixed = [Chunk(ids, 0, 0, part), Chunk(ids, 0, 1, part)]
@@ -140,15 +170,34 @@ def attempt(compiled: Any, model: V41ForCausalLM, case: Case, cache: Cache, time
 
 
 def measure(compiled: Any, model: V41ForCausalLM, case: Case, cache: Cache, timed: bool) -> Record:
-    batches = [build_batch(model.config, cache, step, buckets=Buckets()) for step in case.steps]
+    batches = batches_of(model, case, cache)
     found: Record = {"kept": [len(each.kept_rows) for each in batches], "rows": [len(each.tokens) for each in batches]}
-    logits = run(compiled, batches, cache)
-    if len(batches) == 1:
-        count = len(batches[0].host.logits)
-        found["kl"] = kl(model(batches[0], cache)[:count], logits[:count])
+    started = time.perf_counter()
+    run(compiled, batches, cache)
     for _ in range(WARM if timed else 1):
-        run(compiled, batches, cache)
+        logits = run(compiled, batches, cache)
+    found["first_s"] = round(time.perf_counter() - started, 1)
+    found["logits"] = logits[: len(batches[-1].host.logits)].cpu()
     return found | ({"us": median_us(lambda: run(compiled, batches, cache))} if timed else {})
+
+
+def batches_of(model: V41ForCausalLM, case: Case, cache: Cache) -> list[Batch]:
+    return [build_batch(model.config, cache, step, buckets=Buckets()) for step in case.steps]
+
+
+@torch.no_grad()
+def eager(
+    model: V41ForCausalLM, case: Case, cache: Cache, known: dict[tuple[str, str], torch.Tensor | str], replay: str
+) -> torch.Tensor | str:
+    """Logits of the plain model's last step under this switch, once for all contenders; or why there are none."""
+    if (replay, case.name) not in known:
+        try:
+            batches = batches_of(model, case, cache)
+            known[replay, case.name] = run(model, batches, cache)[: len(batches[-1].host.logits)].cpu()
+        except torch.OutOfMemoryError:
+            known[replay, case.name] = "eager does not fit into memory"
+            clean_up()
+    return known[replay, case.name]
 
 
 def run(compiled: Any, batches: Sequence[Batch], cache: Cache) -> torch.Tensor:
