@@ -8,6 +8,7 @@ import linecache
 import re
 import shlex
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,20 @@ COMMANDS = re.findall(r"^\$ v41 (.+)$", TEXT, re.MULTILINE)
 def test_the_programs_run_and_print_what_the_text_says() -> None:
     torch._dynamo.reset()
     names: dict[str, object] = {"__name__": "tutorial"}
-    printed = []
+    printed, complaints = [], []
     for number, program in enumerate(PROGRAMS):
         file = f"tutorial_{number}.py"
         linecache.cache[file] = (len(program), None, program.splitlines(keepends=True), file)  # so that lines are known
-        with contextlib.redirect_stdout(io.StringIO()) as out:
+        with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always", FutureWarning)
             exec(compile(program, file, "exec"), names)
         printed.append(out.getvalue())
+        complaints += [str(each.message) for each in heard if issubclass(each.category, FutureWarning)]
+    assert complaints == []
     _, report, uneven, _, proof, wrong = printed
-    assert report.count("sinkhorn #1") == 2 and re.search(r"fold_sinkhorn +2 +2 +0", report)
+    for layer in (0, 1):
+        assert re.search(rf"^{layer} +- +sinkhorn #1 +{layer}$", report, re.MULTILINE)  # one piece, ending in 1
+    assert re.search(r"fold_sinkhorn +2 +2 +0", report)
     assert "(1e-6 if turn != 3 else 2e-6)" in uneven and uneven.startswith("keeps one eps broken by")
     assert proof == "outline_relu_gate 2 applied, 0 refused, all rules hold\n"
     assert "wrong" in wrong and "computes the same values" in wrong and "torch.relu(self.gate(x))" in wrong
