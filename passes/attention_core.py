@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from v41._compat import outside_fake_mode
-from v41.passes.analysis.probe import evaluate, numbers
+from v41.passes.analysis.probe import evaluate, numbers, shape_drawn
 from v41.passes.matching import (
     RESHAPES,
     VIEWS,
@@ -267,7 +267,7 @@ class Trial:
         leaves = [self.core.queries, *self.core.branches, *self.core.others]
         given = {node: numbers(node, seed) for seed, node in enumerate(leaves)}
         for seed, (mask, role) in enumerate(self.masks.items()):
-            shown = torch.rand(numbers(mask, seed).shape, generator=torch.Generator().manual_seed(seed)) < seen
+            shown = torch.rand(shape_drawn(mask), generator=torch.Generator().manual_seed(seed)) < seen
             shown[..., 0] = seen > 0
             given[mask] = shown if role == "visible" else ~shown if role == "hidden" else shown.long() * 3 - 2
         return given
@@ -286,8 +286,8 @@ class Trial:
     @cached_property
     def scale(self) -> float:
         """Of a query of ones and keys of zeros, a 1 in the first: the largest score less the least."""
-        given = {node: torch.zeros_like(value) for node, value in self.draw(1.0).items()}
-        given |= {mask: self.draw(1.0)[mask] for mask in self.masks}
+        drawn = self.draw(1.0)
+        given = {node: value if node in self.masks else torch.zeros_like(value) for node, value in drawn.items()}
         given[self.core.queries][...] = 1.0
         for branch in self.core.branches:
             given[branch][:, :1, :1] = float(branch is self.core.branches[0])

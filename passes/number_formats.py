@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from v41._compat import outside_fake_mode
-from v41.passes.analysis.probe import evaluate, numbers
+from v41.passes.analysis.probe import evaluate, numbers, spelling
 from v41.passes.matching import fake, same_sizes, shape
 from v41.passes.records import E2M1, decode
 
@@ -105,7 +105,19 @@ def formats_of(source: Node, result: Node) -> list[Format]:
 def read_format(nodes: Iterable[Node], source: Node, result: Node) -> Format | None:
     """The format in which `nodes` leave the rows `source`; None where it is another."""
     known, nodes = formats_of(source, result), list(nodes)
-    for seed in range(DRAWS if known else 0):
+    if not known:
+        return None
+    key = spelling(nodes, [source], result)
+    if key not in _READ:
+        _READ[key] = _read_format(known, nodes, source, result)
+    return _READ[key]
+
+
+_READ: dict[str, Format | None] = {}  # by spelling: layers, and both halves of a trimmed program, are alike
+
+
+def _read_format(known: list[Format], nodes: list[Node], source: Node, result: Node) -> Format | None:
+    for seed in range(DRAWS):
         with outside_fake_mode():
             x = _rows(source, seed)
             try:

@@ -24,7 +24,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from v41._compat import known_equal
-from v41.passes.analysis.probe import evaluate, integers
+from v41.passes.analysis.probe import evaluate, integers, spelling
 from v41.passes.matching import (
     RESHAPES,
     VIEWS,
@@ -134,17 +134,14 @@ class Site:
         self, factor: Factor, result: Node, row: Sequence[int], sizes: Mapping[str, int], forms: Mapping[str, str]
     ) -> str | None:
         """Of `forms`, the one in which rows and weight become `result`; `sizes` of the axes."""
-        x, w = integers(factor.rows, 0), integers(factor.root, 1)
-        nodes, leaves = cone(self.order, result, {factor.rows, factor.root}, may_lay)
-        if not {factor.rows, factor.root}.issuperset(leaves):
+        given = [factor.rows, factor.root]
+        nodes, leaves = cone(self.order, result, set(given), may_lay)
+        if not set(given).issuperset(leaves):
             return None
-        try:
-            found = evaluate(nodes, {factor.rows: x, factor.root: w}, result)
-            x = x.reshape(x.shape[0], *row)
-            told = {name: torch.einsum(f, x, w.reshape([sizes[axis] for axis in name])) for name, f in forms.items()}
-        except RuntimeError:  # the sizes do not fit
-            return None
-        return next((name for name, y in told.items() if torch.equal(found.flatten(), y.flatten())), None)
+        key = spelling(nodes, given, result), *row, *sizes.values(), *forms
+        if key not in _AXES:
+            _AXES[key] = _axes_read(nodes, given, result, row, sizes, forms)
+        return _AXES[key]
 
     @cached_property
     def members(self) -> list[Node]:
@@ -152,6 +149,27 @@ class Site:
         between = cone(self.order, self.middle, {self.down.rows, self.down.root}, may_lay)[0]
         nodes = absorb({*self.down.nodes(), *self.up.nodes(), *between}, is_free)
         return sorted(nodes, key=self.order.__getitem__)
+
+
+_AXES: dict[tuple[object, ...], str | None] = {}  # by spelling: weights are large, and the layers' are alike
+
+
+def _axes_read(
+    nodes: Sequence[Node],
+    given: Sequence[Node],
+    result: Node,
+    row: Sequence[int],
+    sizes: Mapping[str, int],
+    forms: Mapping[str, str],
+) -> str | None:
+    x, w = (integers(node, seed) for seed, node in enumerate(given))
+    try:
+        found = evaluate(nodes, dict(zip(given, (x, w), strict=True)), result).flatten()
+        x = x.reshape(x.shape[0], *row)
+        told = ((name, torch.einsum(f, x, w.reshape([sizes[axis] for axis in name]))) for name, f in forms.items())
+        return next((name for name, y in told if torch.equal(found, y.flatten())), None)
+    except RuntimeError:  # the sizes do not fit
+        return None
 
 
 def laid(node: Node) -> Node:

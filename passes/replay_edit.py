@@ -24,7 +24,7 @@ from torch import SymInt, Tensor, ops
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from v41._compat import as_python, fake_mode_of, without_guards
+from v41._compat import as_python, fake_mode_of, lazy_graph_module, without_guards
 from v41.passes.analysis.algebra import Expr, expression
 from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.sizes import symbols_in
@@ -44,6 +44,7 @@ class Resize:
         sizes = [size for node in inputs for size in (*shape(node), node.meta.get("val"))]
         self.known: dict[str, Any] = {as_python(size): size for size in sizes if isinstance(size, SymInt)}
         self.named = self.known | {symbol: shape(node)[0] for symbol, node in renamed.items()}
+        self.renamed = renamed.keys()
         self._sizes: dict[str, Any] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -51,6 +52,8 @@ class Resize:
             return type(value)(map(self, value))
         if not isinstance(value, Tensor):
             return self.size(value) if isinstance(value, SymInt) else value
+        if self.renamed.isdisjoint(symbols_in(value)):
+            return value
         sizes, strides = map(self.size, value.shape), map(self.size, value.stride())
         return torch.empty_strided(tuple(sizes), tuple(strides), dtype=value.dtype, device=value.device)
 
@@ -335,6 +338,6 @@ def resized(body: GraphModule, resize: Resize) -> GraphModule:
             held[str(node.target)] = resized(value, resize) if isinstance(value, GraphModule) else value
         elif symbols_in(node.meta.get("val")) or isinstance(node.meta.get("val"), Tensor):
             env[node].meta["val"] = resize(node.meta["val"])
-    copy = GraphModule(held, graph)
+    copy = lazy_graph_module(held, graph)
     copy.meta = dict(body.meta)
     return copy

@@ -88,11 +88,15 @@ def add_source(command: argparse.ArgumentParser, *, position: bool = True) -> No
 
 def add_layers(command: argparse.ArgumentParser) -> None:
     """What is captured, where a model is."""
-    told = "as for that codegen: triton (this: as on a GPU, which need not be here), inductor, or eager, as on a CPU"
-    command.add_argument("--codegen", choices=("triton", "inductor", "eager"), default="triton", help=told)
+    add_codegen(command)
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of a preset or checkpoint")
     told = "as one of N processes that share a preset or checkpoint runs it (1)"
     command.add_argument("--ranks", type=positive, default=1, metavar="N", help=told)
+
+
+def add_codegen(command: argparse.ArgumentParser) -> None:
+    told = "as for that codegen: triton (this: as on a GPU, which need not be here), inductor, or eager, as on a CPU"
+    command.add_argument("--codegen", choices=("triton", "inductor", "eager"), default="triton", help=told)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:
@@ -229,8 +233,9 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_overlap(overlap := cases.add_parser("overlap", help="decode steps with side streams against one stream"))
     add_prefill(prefill := cases.add_parser("prefill", help="prompts with late layers on all rows, and on those read"))
     add_tables(tables := cases.add_parser("tables", help="Engram look-ups in tables of the host: mapped, pinned"))
+    add_compile(compiled := cases.add_parser("compile", help="what capturing a model costs, by phase and by layers"))
     made = (boundary, rowwise, attention, index, allreduce, experts, agreement, capacity, program, overlap, prefill)
-    for case in (*made, tables):
+    for case in (*made, tables, compiled):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
 
@@ -345,6 +350,12 @@ def add_tables(command: argparse.ArgumentParser) -> None:
     command.add_argument("--table-rows", type=positive, default=4_000_000, metavar="N", help="(4,000,000: 1 GB)")
     command.add_argument("--folder", type=Path, metavar="DIR", help="for the table's file (a temporary one)")
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="that looks up (cuda)")
+
+
+def add_compile(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--preset", default="flash", metavar="NAME", help="tiny, bench or flash (flash)")
+    command.add_argument("--layers", type=positive, nargs="+", default=[10, 20, 40], metavar="N", help="(10 20 40)")
+    add_codegen(command)
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:

@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from v41._compat import input_name, without_storage
 from v41._compat_tools import not_whole
+from v41._compat_trace import young_garbage_alone
 from v41.errors import GraphNotWhole
 from v41.model_def.batch import Batch, Chunk, build_batch
 from v41.model_def.cache import Cache
@@ -114,7 +115,7 @@ def capture_call(
         return stop
 
     told(PHASES[1])
-    with torch.no_grad(), collect() as reports, contextlib.suppress(Captured):
+    with torch.no_grad(), young_garbage_alone(), collect() as reports, contextlib.suppress(Captured):
         try:
             torch.compile(model, backend=backend, fullgraph=True)(*inputs)
         except not_whole() as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import inspect
 import re
@@ -122,9 +123,14 @@ def _whole(gm: GraphModule) -> Iterator[None]:
 
 def as_python(size: int | SymInt) -> str:
     """A size as a Python expression over the names of its symbols."""
+    return str(size) if isinstance(size, int) else _printed(size.node.expr)
+
+
+@functools.lru_cache(4096)
+def _printed(expr: Any) -> str:
     from torch.utils._sympy.printers import PythonPrinter
 
-    return str(size) if isinstance(size, int) else PythonPrinter().doprint(size.node.expr)
+    return str(PythonPrinter().doprint(expr))
 
 
 def symbols_of(size: int | SymInt) -> frozenset[str]:
@@ -132,7 +138,7 @@ def symbols_of(size: int | SymInt) -> frozenset[str]:
     return frozenset() if isinstance(size, int) else frozenset(str(symbol) for symbol in size.node.expr.free_symbols)
 
 
-def lazy_graph_module(root: torch.nn.Module, graph: Graph) -> GraphModule:
+def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: Graph) -> GraphModule:
     """A GraphModule whose Python code is generated when it is asked for: most are only read. At once where not."""
     try:
         from torch.fx._lazy_graph_module import _LazyGraphModule

@@ -31,7 +31,7 @@ from v41._compat import (
     times_compiled_before,
 )
 from v41._compat_frames import is_cut
-from v41._compat_trace import functional_aten
+from v41._compat_trace import functional_aten, young_garbage_alone
 from v41.artifact_cache import open_cache
 from v41.errors import CodegenHasNoDevice, GradientsRequested, UnknownBuckets
 from v41.lowering.grouped_products import MEAN
@@ -208,6 +208,7 @@ def kept_whole(order: Sequence[str]) -> frozenset[str]:
     return frozenset() if "inductor" in order else WHOLE_IN_EAGER
 
 
+@young_garbage_alone()
 def planned(
     aten: GraphModule,
     order: Sequence[str],

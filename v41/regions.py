@@ -39,6 +39,8 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from v41._compat import lazy_graph_module
+
 META = "v41_region"  # the key of a body's GraphModule.meta under which its Region lies
 REDUCED = "all_reduce_boundary"
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
@@ -123,8 +125,7 @@ def outline(gm: GraphModule, nodes: Iterable[Node], *, kind: str, **attrs: Any) 
     them is refused.
     """
     inside = _closed(gm, nodes)
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    members = sorted(inside, key=order.__getitem__)
+    members = sorted(inside)  # in graph order
     outputs = [node for node in members if node.op != "get_attr" and any(user not in inside for user in node.users)]
     if not outputs:
         raise NotOutlinable(f"nothing outside reads any of {members}")
@@ -212,7 +213,7 @@ def flatten(gm: GraphModule) -> GraphModule:
     graph = Graph()
     results = graph.graph_copy(gm.graph, {})
     graph.output(tuple(results) if isinstance(results, (tuple, list)) else (results,))
-    flat = GraphModule(gm, graph)
+    flat = lazy_graph_module(gm, graph)
     while calls := [node for node in flat.graph.nodes if node.target is invoke_subgraph]:
         for call in calls:
             inline(flat, call)
@@ -268,7 +269,7 @@ def _body(gm: GraphModule, members: list[Node], outputs: list[Node]) -> tuple[Gr
         if node.op == "get_attr":
             submodules[str(node.target)] = gm.get_submodule(str(node.target))
     graph.output(tuple(env[node] for node in outputs))
-    return GraphModule(submodules, graph), operands
+    return lazy_graph_module(submodules, graph), operands
 
 
 def _adopt(gm: GraphModule, name: str, module: torch.nn.Module) -> str:
@@ -290,7 +291,8 @@ def _free_name(gm: GraphModule, stem: str) -> str:
 
 
 def _drop_unused_submodules(gm: GraphModule, members: list[Node]) -> None:
-    used = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}
-    for node in members:
-        if node.op == "get_attr" and str(node.target) not in used:
-            gm.delete_submodule(str(node.target))
+    gone = {str(node.target): None for node in members if node.op == "get_attr"}
+    used = {str(node.target) for node in (gm.graph.find_nodes(op="get_attr", sort=False) if gone else ())}
+    for name in gone:
+        if name not in used:
+            gm.delete_submodule(name)

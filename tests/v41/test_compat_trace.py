@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -69,3 +70,30 @@ def test_torch_is_left_as_it_was() -> None:
         assert FunctionalTensor.__new__ is not make
         raise ZeroDivisionError
     assert FunctionalTensor.__new__ is make
+
+
+def test_all_objects_are_searched_for_garbage_again_once_the_graph_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    traced, behind, make, before = set(), set(), FunctionalTensor.__new__, gc.get_threshold()
+
+    def wrapped(cls: Any, *arguments: Any) -> Any:
+        traced.add(gc.get_threshold())
+        return make(cls, *arguments)
+
+    def inference(gm: GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+        behind.add(gc.get_threshold())
+        return gm
+
+    def backend(gm: GraphModule, inputs: Sequence[object]) -> Any:
+        return _compat_trace.functional_aten(gm, inputs, inference, inference)
+
+    monkeypatch.setattr(FunctionalTensor, "__new__", wrapped)
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(lambda x: x * 2, backend=backend)(torch.ones(3))
+    assert traced == {(*before[:2], _compat_trace.NEVER)}
+    assert behind == {before} == {gc.get_threshold()}
+    with contextlib.suppress(ZeroDivisionError), _compat_trace.young_garbage_alone():
+        raise ZeroDivisionError
+    assert gc.get_threshold() == before
