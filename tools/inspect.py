@@ -146,26 +146,27 @@ def layers(inspection: Inspection) -> list[LayerView]:
     for piece in inspection.plan.pieces:
         outside = reads_ends(piece, parameters)
         read = {*layers_named(parameters.get(name, "") for name in piece.reads)}
+        held = read | ({current} if current is not None else set())  # and what is left of the layer before
         current = max(read, default=None if outside else current)
         views[current].pieces.append(piece)
         for node in piece.body.graph.nodes:
             if is_region(node):
-                views[layer_within(node, read, current, parameters)].regions.append(region_of(node))
+                views[layer_within(node, held, current, parameters)].regions.append(region_of(node))
             if node.name in refused:
-                views[layer_within(node, read, current, parameters)].refused.append(refused[node.name])
+                views[layer_within(node, held, current, parameters)].refused.append(refused[node.name])
     return list(views.values())
 
 
-def layer_within(node: Node, read: Collection[int], last: int | None, parameters: Mapping[str, str]) -> int | None:
-    """The layer of `node` in a piece that reads parameters of the layers `read`, and counts to `last`: that of the
-    parameters that it reads itself, else of the module that it was traced in, where that is one of `read`: a body that
+def layer_within(node: Node, held: Collection[int], last: int | None, parameters: Mapping[str, str]) -> int | None:
+    """The layer of `node` in a piece that may hold work of the layers `held`, and counts to `last`: that of the
+    parameters that it reads itself, else of the module that it was traced in, where that is one of `held`: a body that
     layers share was traced in the first of them alone."""
     given = layers_named(parameters.get(each.name, "") for each in node.all_input_nodes)
     if (own := max(given, default=None)) is not None:
         return own
     inside = body_of(node).graph.nodes if is_region(node) else [node]
     paths = (f"{module_of(each) or ''}." for each in inside)
-    found = Counter(layer for path in paths for layer in layers_named([path]) if layer in read)
+    found = Counter(layer for path in paths for layer in layers_named([path]) if layer in held)
     return found.most_common(1)[0][0] if found else last
 
 
