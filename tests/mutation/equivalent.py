@@ -9,4 +9,11 @@ EQUIVALENT: dict[str, str] = {
     "passes/outline_output_projection.py Factor.rounding: node is not self.rows and formats_of(node, self.rows)"
     "  ->  formats_of(node, self.rows)": "from rows to themselves no node leads, so no format is read",
     "passes/analysis/counts.py counts: gm not in known  ->  True": "a body is counted again, and comes out the same",
+    "passes/analysis/row_flows.py dims_of: value or ()  ->  value": "no dimensions are all: rows are among them, and"
+    " what sums them up is told before they are read",
+    "passes/analysis/row_rules.py of_first.rule: any((look.layout(arg) is not None for arg in tensors(node) if arg is"
+    " not node.args[0]))  ->  False": "no operator that it serves takes a second tensor",
+    "passes/analysis/rows.py row_demand: inputs.starts is not None and inputs.late_floors is not None and"
+    " (inputs.logit_rows is not None)  ->  inputs.starts is not None and inputs.logit_rows is not None": "without late"
+    " floors no mask is known to be theirs, and no window stops",
 }

@@ -40,6 +40,7 @@ from v41.passes.analysis.meanings import Meaning
 from v41.passes.analysis.rows import EVERY, NOTHING, Demand, Ragged, RowDemand, ragged, row_demand
 from v41.passes.canonicalize import canonicalize
 from v41.passes.same_values import same_bits
+from v41.regions import outline
 
 SOME_CHUNKS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), min_size=2, max_size=4)
 
@@ -161,6 +162,45 @@ def test_mixed_rows_are_all_demanded_and_the_reason_is_named(name: str) -> None:
     assert demand == EVERY
     reason = whole.why[inputs["x"]]
     assert reason.why and reason.node.op == "call_function"
+
+
+@pytest.mark.parametrize("program", [["gelu"], ["norm", "window"], ["product", "row before", "ring"]])
+def test_rows_that_a_body_takes_by_index_are_those_of_the_index_outside(program: Program) -> None:
+    """Two results of one body: what each demands is told of the caller's inputs, not of the body's."""
+    gm, inputs = build(program)
+    plain = row_demand(gm, promised(inputs)).of[inputs["x"]]
+    taken = [node for node in inputs["logit_rows"].users if node.target is torch.ops.aten.index.Tensor]
+    outline(gm, [taken[-1]], kind="part")
+    assert not plain.every and row_demand(gm, promised(inputs)).of[inputs["x"]] == plain
+
+
+def test_channels_that_are_taken_by_index_leave_rows_apart() -> None:
+    gm, inputs = build(["gelu"])
+    gelu = next(node for node in gm.graph.nodes if node.op == "call_function")
+    with gm.graph.inserting_after(gelu):
+        taken = gm.graph.call_function(torch.ops.aten.index.Tensor, (gelu, [None, inputs["kept_rows"]]))
+    with gelu.meta["val"].fake_mode:
+        taken.meta["val"] = torch.ops.aten.index.Tensor(gelu.meta["val"], [None, inputs["kept_rows"].meta["val"]])
+    results = gm.graph.output_node()
+    with gm.graph.inserting_before(results):
+        rows = gm.graph.call_function(torch.ops.aten.index.Tensor, (taken, [inputs["logit_rows"]]))
+    with gelu.meta["val"].fake_mode:
+        rows.meta["val"] = torch.ops.aten.index.Tensor(taken.meta["val"], [inputs["logit_rows"].meta["val"]])
+    results.args = ((rows,),)
+    whole = row_demand(gm, promised(inputs))
+    assert whole.of[inputs["x"]].chosen == {inputs["logit_rows"]: 0} and taken not in whole.forward.mixing
+
+
+def test_an_operator_of_higher_order_that_nobody_knows_mixes_rows() -> None:
+    gm, inputs = build(["gelu", "norm"])
+    gelu = next(node for node in gm.graph.nodes if node.op == "call_function")
+    unknown = torch.ops.higher_order.cond
+    with gm.graph.inserting_after(gelu):
+        call = gm.graph.call_function(unknown, (True, None, None, [gelu]))
+    call.meta["val"] = gelu.meta["val"]
+    gelu.replace_all_uses_with(call, delete_user_cb=lambda user: user is not call)
+    whole = row_demand(gm, promised(inputs))
+    assert whole.of[inputs["x"]] == EVERY and str(unknown) in str(whole.forward.mixing[call])
 
 
 def test_about_half_of_the_programs_leave_rows() -> None:
