@@ -179,16 +179,20 @@ def generate(
 
 
 def chosen(choose: Choose, logits: Tensor, behind: Mapping[int, int], requests: Sequence[Request]) -> dict[int, int]:
-    """Request -> its token. An error names the request and the position whose logits are damaged."""
-    if not behind:
-        return {}
-    some = logits if len(behind) == len(logits) else logits[list(behind)]
+    """Request -> its token. An error names the request and the position whose logits are damaged.
+
+    Rows that no token is chosen for are zeros to `choose`: what they hold concerns nobody here, and it draws for as
+    many rows as there are, whoever is still reading.
+    """
+    unused = [row for row in range(len(logits)) if row not in behind]
+    asked = logits.index_fill(0, torch.tensor(unused, device=logits.device), 0) if unused else logits
     try:
-        return dict(zip(behind.values(), choose(some).tolist(), strict=True))
+        tokens = choose(asked).tolist()
     except LogitsAreNoNumbers as error:
-        wrong = [[*behind.values()][row] for row in error.facts["rows"]]  # type: ignore[attr-defined]
+        wrong = [behind[row] for row in error.facts["rows"]]  # type: ignore[attr-defined]
         rows = [f"request {i} at position {requests[i].done - 1}" for i in wrong]
         raise LogitsAreNoNumbers("generate", rows, len(logits)) from None
+    return {i: tokens[row] for row, i in behind.items()}
 
 
 def take_prefix(

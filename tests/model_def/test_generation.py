@@ -211,14 +211,14 @@ def test_damaged_logits_are_told_by_request_and_position(choose: Choose) -> None
 def test_damaged_logits_that_choose_nothing_are_handed_on() -> None:
     """A chunk amid a prompt and a forced token: whoever compares two runs sees the NaN there."""
     requests = [Request.to_write([3, 4, 5, 6], 2), Request.forced([4, 4, 4], 1)]
-    asked: list[int] = []
+    asked: list[list[bool]] = []
 
     def choose(logits: Tensor) -> Tensor:
-        asked.append(len(logits))
+        asked.append(logits.any(-1).tolist())
         return greedy(logits)
 
     steps = list(generate(Damages(4), TINY, Cache.zeros(TINY, 2, 8), requests, chunk=2, choose=choose))
-    assert asked == [1, 1]  # of five rows of logits two have a token behind them
+    assert asked == [[False, False], [True, False], [True]]  # of five rows of logits two have a token behind them
     assert requests[0].ids == [3, 4, 5, 6, 7, 8]
     assert [step.logits.isnan().any(-1).tolist() for step in steps] == [[True, True], [False, True], [False]]
 
