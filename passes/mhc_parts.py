@@ -39,6 +39,8 @@ from v41.passes.matching import (
     unviewed,
 )
 from v41.passes.mhc_heads import Comb, Gate, gate_of, head_of, number_added, parts_of_columns
+from v41.passes.replay_seam import KIND as KEPT_ROWS
+from v41.passes.replay_seam import rows_taken
 from v41.passes.scalings import Scaling, find_scalings
 from v41.regions import is_region, region_of, regions
 
@@ -385,6 +387,8 @@ def _with_rows_taken(whole: Prediction) -> Iterator[Prediction]:
             if user.target is aten.index.Tensor and user.args[0] is value:
                 index, *others = cast("list[Node]", user.args[1])
                 taken.setdefault(index, {}).update({} if others else {value: user})
+            elif is_region(user, KEPT_ROWS) and (kept := rows_taken(user).get(value)) is not None:
+                taken.setdefault(user, {})[value] = kept
     for rows in taken.values():
         if rows.keys() >= {whole.streams, *whole.posts, whole.comb}:
             pres = tuple(rows[pre] for pre in whole.pres if pre in rows)

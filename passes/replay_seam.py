@@ -21,7 +21,7 @@ from torch import Tensor, ops
 from torch.fx import Graph, GraphModule, Node
 
 from v41.passes.matching import shape
-from v41.regions import flatten, outline, region_of, regions
+from v41.regions import body_of, flatten, outline, region_of, regions
 
 aten = ops.aten
 KIND = "kept_rows"
@@ -52,6 +52,20 @@ def outline_seam(gm: GraphModule, made: Iterable[Node], index: Node, same: Mappi
         taken=tuple(taken.values()),
         same=tuple((at, read.index(same[node])) for at, node in enumerate(outputs) if same.get(node) in read),
     )
+
+
+def rows_taken(call: Node) -> dict[Node, Node]:
+    """Of a region that takes rows: operand whose first dimension they lie in -> the result that holds those kept."""
+    body, operands = body_of(call), cast("Sequence[Node]", call.args[2:])
+    outside = dict(zip((node for node in body.graph.nodes if node.op == "placeholder"), operands, strict=True))
+    results = cast("Sequence[Node]", body.graph.output_node().args[0])
+    index = next(node for node, operand in outside.items() if operand is operands[region_of(call).attrs["index"]])
+    of_result = {user.args[1]: user for user in call.users}
+    return {
+        outside[cast("Node", node.args[0])]: of_result[at]
+        for at, node in enumerate(results)
+        if _taken_along(node, index) == 0 and node.args[0] in outside and at in of_result
+    }
 
 
 def _taken_along(node: Node, index: Node) -> int | None:

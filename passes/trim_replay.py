@@ -46,7 +46,7 @@ def trim_replay(gm: GraphModule, called: Mapping[str, str] | None = None) -> lis
     return trim(gm, *levels) if levels else []
 
 
-def trim(gm: GraphModule, *levels: Kept) -> list[Decision]:
+def trim(gm: GraphModule, kept: Kept, *more: Kept) -> list[Decision]:
     """The same for a batch that keeps these rows, the fewest first: to a program that computes its last layers of few
     rows, these few are rows that it takes somewhere in its middle."""
     early = written_early(gm)
@@ -55,8 +55,8 @@ def trim(gm: GraphModule, *levels: Kept) -> list[Decision]:
     read_sizes_of_inputs(gm)
     drop_unread(gm)
     found, told, edited = list[Decision](), list[Decision](), list[Editor]()
-    for kept in levels:
-        rows = opened(gm, replace(kept, inner=edited[-1].kept if edited else None))
+    for level in (kept, *more):
+        rows = opened(gm, replace(level, inner=edited[-1].kept if edited else None))
         told = [refused(node, *problem) for node, problem in rows.problems.items()]
         told += [refused(node, KNOWN, node) for node in unknown(rows)]
         if rows.late:

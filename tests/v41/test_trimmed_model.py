@@ -26,6 +26,7 @@ from v41.model_def.generation import Request, generate
 from v41.model_def.model import V41ForCausalLM
 from v41.passes.same_values import same_bits
 from v41.report import CompileReport
+from v41.tools.expected import differences, regions_expected, regions_found
 
 pytestmark = pytest.mark.slow
 SLOTS, CAPACITY = 5, 640
@@ -111,6 +112,7 @@ def test_any_step_has_eagers_bits(replay: str) -> None:
     report, kept = run_steps(replay, 1, None, verify=True, strict=True)
     (run,) = (run for run in report.passes if run.name == "trim_replay")
     assert run.applied == 1 + (inner_last(small(replay)) is not None) and run.refused == 0
+    assert differences(regions_found(report.passes), regions_expected(small(replay))) == []  # in both halves
     rows = [sum(chunk.rows for chunk in chunks) for chunks in steps(16)]
     assert all(k <= r for k, r in zip(kept, rows, strict=True)) and kept[1] < rows[1]
     assert max(kept[:-1]) <= 4 * kept_last(small(replay))
