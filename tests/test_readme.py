@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 from v41.options import Options
 from v41.passes.pipeline import PIPELINE
 from v41.tools.cli import COMMANDS, parser
+from v41.tools.report_view import BETWEEN
 
 README = (ROOT / "README.md").read_text()
 
@@ -54,4 +55,5 @@ def test_the_tables_of_the_readme_show_the_passes_there_are() -> None:
     tables = re.findall(r"^pass  .+\n((?:.+\n)+)", README, re.MULTILINE)
     assert len(tables) == 2  # of the demo, and of `v41 passes`
     for rows in tables:
-        assert [row.split()[0] for row in rows.splitlines()] == [each.name for each in PIPELINE]
+        *passes, between = [row.split("  ")[0] for row in rows.splitlines()]
+        assert (passes, between) == ([each.name for each in PIPELINE], BETWEEN)
