@@ -19,7 +19,7 @@ from v41._compat import fake_mode_of
 from v41.passes.analysis import rows
 from v41.passes.analysis.row_flows import Flow
 from v41.passes.analysis.row_rules import RULES
-from v41.passes.analysis.rows import EVERY, NOTHING, Demand, row_demand
+from v41.passes.analysis.rows import EVERY, NOTHING, Demand, RowDemand, row_demand
 
 aten, prims, c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 
@@ -241,3 +241,75 @@ def test_a_window_stops_only_at_a_floor_of_its_own(what: str, monkeypatch: pytes
     if what.startswith("floors"):
         monkeypatch.setattr(rows, "matter_only_where", lambda *_: True)
     assert row_demand(gm, promised(inputs, bounded=True)).of[inputs["x"]].chosen == {inputs["logit_rows"]: 0}
+
+
+# ---- guards of rules
+
+
+def demanded_of(make: Write) -> tuple[Demand, RowDemand]:
+    """What is demanded of x where the rows of logits of this are returned, and the rest."""
+    write = Writer()
+    x = write.inputs["x"]
+    gm = write.finish(write(aten.index.Tensor, make(write, x), [write.inputs["logit_rows"]]))
+    whole = row_demand(gm, promised(write.inputs))
+    return whole.of[x], whole
+
+
+def first_row(write: Writer, of: Node) -> Node:
+    return write(aten.select.int, of, 0, 0)
+
+
+WITHOUT_ROWS: dict[str, Write] = {
+    "a gather": lambda write, x: write(
+        aten.add.Tensor,
+        x,
+        first_row(
+            write,
+            write(
+                aten.gather.default,
+                write.inputs["weight"],
+                1,
+                write(operator.getitem, write(aten.sort.default, write.inputs["weight"], 1), 1),
+            ),
+        ),
+    ),
+    "a split": lambda write, x: write(
+        aten.add.Tensor,
+        x,
+        first_row(write, write(operator.getitem, write(aten.split.Tensor, write.inputs["weight"], 4, 0), 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_ROWS)
+def test_what_is_done_to_weights_alone_mixes_no_rows(what: str) -> None:
+    demand, whole = demanded_of(WITHOUT_ROWS[what])
+    (index,) = demand.chosen
+    assert demand == Demand(chosen={index: 0}) and index.name == "logit_rows" and not whole.forward.mixing
+
+
+def test_a_draw_of_every_element_is_no_row_by_itself() -> None:
+    """Fewer rows would draw other numbers."""
+    demand, whole = demanded_of(lambda write, x: write(aten.bernoulli.p, x, 0.5))
+    assert demand == EVERY and len(whole.forward.mixing) == 1
+
+
+@pytest.mark.parametrize(("behind", "rows"), [(0, 0), (-2, 2), (1, None)])
+def test_rows_behind_those_that_are_told_are_not_known(behind: int, rows: int | None) -> None:
+    """x[arange(T)[logit_rows] + behind]: numbers of rows, of those that are told."""
+    write = Writer()
+    x, index = write.inputs["x"], write.inputs["logit_rows"]
+    count = write(aten.sym_size.int, x, 0)
+    how = {"start": 0, "step": 1, "dtype": torch.int64, "device": torch.device("cpu"), "requires_grad": False}
+    told = write(aten.index.Tensor, write(prims.iota.default, count, **how), [index])
+    if behind:
+        told = write(aten.clamp_min.default, write(aten.add.Tensor, told, behind), 0)
+    demand = row_demand(write.finish(write(aten.index.Tensor, x, [told])), promised(write.inputs)).of[x]
+    assert demand == (EVERY if rows is None else Demand(chosen={index: rows}))
+
+
+def test_of_what_has_no_rows_all_is_demanded_or_nothing() -> None:
+    gm, inputs = build(["product"])
+    whole = row_demand(gm, promised(inputs))
+    assert not whole.of[inputs["x"]].every
+    assert (whole.of[inputs["weight"]], whole.of[inputs["experts"]]) == (EVERY, NOTHING)
