@@ -88,4 +88,8 @@ class Parser(argparse.ArgumentParser):
             near = nearest(told[1], re.findall(r"[\w.-]+", told[2]))
         elif strange is not None:
             near = nearest(strange[1], self._option_string_actions)
-        super().error(f"{message}; the nearest is {near}" if near is not None else message)
+        from v41.tools.tables import WIDTH, fitted
+
+        start = f"{self.prog}: error: "
+        whole = f"{start}{message}" + (f"; the nearest is {near}" if near is not None else "")
+        super().error("\n".join(fitted(whole, WIDTH)).removeprefix(start))

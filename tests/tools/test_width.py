@@ -87,6 +87,14 @@ def test_help_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [line for line in each.format_help().splitlines() if len(line) > WIDTH] == [], each.prog
 
 
+@pytest.mark.parametrize("given", [["insepct"], ["cost", "--tokns", "16"], ["kernels", "--arch", "sm_91"]])
+def test_a_mistake_is_answered_in_lines_that_fit(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(given)
+    told = capsys.readouterr().err
+    assert "the nearest is" in " ".join(told.split()) and max(map(len, told.splitlines())) <= WIDTH
+
+
 words = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_size=1)
 
 
