@@ -240,15 +240,18 @@ def add_bench(command: argparse.ArgumentParser) -> None:
 
 
 def add_rowwise(command: argparse.ArgumentParser) -> None:
-    modes = "bench: times (the default); check: values, bits and races; tune: times of many ways to spread rows"
-    command.add_argument("mode", nargs="?", choices=("bench", "check", "tune"), default="bench", help=modes)
+    modes = "bench: times (the default); check: values, bits, races; tune: ways to spread rows; pairs: ten drawn"
+    command.add_argument("mode", nargs="?", choices=("bench", "check", "tune", "pairs"), default="bench", help=modes)
     rows, names = [1, 16, 64, 256, 4096], ["generated", "eager", "compile", "max-autotune"]
     known = ["norm", "norm_quantise", "norm_rope_fp8", "norm_rope_fp4", "norm_rope_mxfp4", "swiglu_quantise",
-             "stream_gate", "collapse_norm", "pooled", "router"]  # fmt: skip
+             "stream_gate", "collapse_norm", "pooled", "router", "boundary", "three_streams", "layer_norm",
+             "extra_output"]  # fmt: skip
     command.add_argument("--cases", choices=known, nargs="+", default=known, metavar="NAME", help=f"({spaced(known)})")
     command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
     command.add_argument("--contenders", choices=[*names, "held", "passes"], nargs="+", default=names, metavar="NAME",
                          help=f"{spaced(names)} (these), held, passes: the two kinds of kernel")  # fmt: skip
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of what pairs draws (0)")
+    command.add_argument("--workers", type=positive, default=12, help="processes that compile schedules (12)")
     command.add_argument("--budget", type=float, default=380, help="seconds after which nothing starts (380)")
 
 

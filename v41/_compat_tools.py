@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, export, ops
 
 
 def not_whole() -> tuple[type[Exception], ...]:
@@ -32,3 +33,11 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     if write is not None:
         told = {"name": name, "encoding": "json"}
         write("artifact", metadata_fn=lambda: told, payload_fn=text, expect_trace_id=False)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Those of torch.export, and of norms of a whole layer that of Inductor, which the compiler has too."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    op = ops.aten.native_layer_norm.default
+    return {**dict(export.default_decompositions().items()), op: select_decomp_table()[op]}

@@ -8,6 +8,7 @@ from v41.lowering.rowwise.held.read import Kept
 from v41.lowering.rowwise.names import SHORT
 from v41.lowering.rowwise.phases import Phases
 from v41.lowering.rowwise.read import Program, Tensor
+from v41.lowering.rowwise.schedule import runs
 
 
 def header(name: str, body: GraphModule, program: Program, phases: Phases, block: int) -> str:
@@ -17,6 +18,7 @@ def header(name: str, body: GraphModule, program: Program, phases: Phases, block
     lines = [
         *_facts(name, body, inputs, outputs),
         f"tile      ROWS rows by chunks of {block} columns; PARTS programs share a row, the last to arrive finishes it",
+        *_split(program.axes.width, block),
         f"phases    {len(phases.each)}: {'; '.join(_phase(phases, i) for i in range(len(phases.each)))}",
         traffic(inputs, outputs),
     ]
@@ -33,8 +35,29 @@ def header_of_held(name: str, body: GraphModule, kept: Kept, elements: int) -> s
     if kept.front is not None:
         lines.append(f"front     sums of {kept.front.depth} terms for {kept.front.columns} columns, {kept.front.block} "
                      "terms at a time; runs of them by other programs")  # fmt: skip
+    lines.append(_split_of_held(kept))
     lines += [f"stores    {len(kept.stores)}", traffic(inputs, kept.outputs)]
     return '"""' + "\n".join(lines) + '\n"""\n\n'
+
+
+def _split(width: int, block: int) -> list[str]:
+    """Why programs share a row that is passed over, and how its sums keep their order."""
+    if not width:
+        return ["split     none: a row is numbers alone"]
+    count, run = runs(-(-width // block))
+    return [
+        f"split     {count} runs of {run} chunks, added in one order whoever has them: of few rows each is shared by",
+        "          many programs, so that all of the chip reads the weights; of many a tile reads them once",
+    ]
+
+
+def _split_of_held(kept: Kept) -> str:
+    """Why a row is, or is not, the work of one program."""
+    if kept.front is not None:
+        return "split     of the product alone, whose weights all of the chip reads; what is behind needs whole rows"
+    if kept.parts > 1:
+        return f"split     {kept.parts} programs a row, which is too large for one: each a part of all results"
+    return "split     none: one program holds a row, so its sums have one order in every batch"
 
 
 def _facts(name: str, body: GraphModule, inputs: list[Tensor], outputs: list[Tensor]) -> list[str]:

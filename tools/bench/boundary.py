@@ -2,7 +2,7 @@
 
     v41 bench boundary                       us of every contender; a table, and JSON with all that it depends on
     v41 bench boundary check                 right, same bits in every bucket, NaN rows harmless, no race
-    v41 bench boundary tune --rows 1 16      us of many schedules, the best first
+    v41 bench boundary tune --rows 1 16      us of many schedules, and by reckoning against the best
 
 Contenders get what a user can give them: reorder_for_locality off, and of static and dynamic shapes the faster. One
 that fails is recorded with its error. Those that would start after --budget seconds are left out, as the JSON says.
@@ -22,9 +22,8 @@ from torch import Tensor
 
 from v41.errors import BenchNeedsGPU
 from v41.lowering.rowwise import GeneratedKernel, pass_over
-from v41.tools.bench import seam, timing
+from v41.tools.bench import seam, timing, tuning
 from v41.tools.bench.modes import holds
-from v41.tools.bench.tuning import tune
 
 POOLED = 64  # rows at least, over which an RMS error is taken
 REPEATS, REPEATED = 200, (1, 16, 256, 2048)  # times, and row counts
@@ -226,7 +225,12 @@ def bench_command(arguments: Namespace) -> int:
 
     fine = True
     if arguments.mode == "tune":
-        result["records"] = tune(arguments.rows, arguments.workers, arguments.budget)
+        asked, records = [("boundary", rows) for rows in arguments.rows], result.setdefault("records", [])
+        for record in tuning.tune(asked, arguments.workers, started + arguments.budget):
+            print(json.dumps(record), flush=True)
+            records.append(record)
+            save()
+        print(tuning.table(records))
     elif arguments.mode == "check":
         result["checks"] = check(kernel_of())
         fine = holds(result["checks"])

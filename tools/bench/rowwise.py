@@ -2,7 +2,8 @@
 
     v41 bench rowwise                                us of every contender, errors, launches by origin; table and JSON
     v41 bench rowwise check                          values, the same bits in any batch, NaN rows, no race
-    v41 bench rowwise tune --cases router --rows 1   us of many ways to spread the rows
+    v41 bench rowwise tune --cases router --rows 1   us of many ways to spread the rows, and of each launch
+    v41 bench rowwise pairs --seed 3                 ten (case, rows): reckoned at most 1.5 times the fastest
 
 torch.compile gets static shapes and reorder_for_locality off. Inputs are taken in turn from sets that exceed the L2
 cache twice, or from 64 of them: rows that a kernel before has just written do lie there. One that fails is recorded
@@ -19,34 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from v41.lowering.rowwise import Kernel, Unsupported, generate, hold, pass_over
-from v41.lowering.rowwise.held.launch import Spread
-from v41.tools.bench import modes, seam, timing
+from v41.lowering.rowwise import Kernel, hold, pass_over
+from v41.tools.bench import modes, seam, timing, tuning
 from v41.tools.bench.boundary import COPY_BYTES_A_US, table
 from v41.tools.bench.rowwise_cases import CASES, Case
+from v41.tools.bench.tuning import input_sets, kernel_of
 
-SETS = 64  # of inputs, at most
 INDUCTOR: dict[str, dict[str, Any]] = {
     "compile": {},
     "max-autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
 }
 FLIPS = 0.005  # of quantised values: where a last bit tips a rounding
 REPEATS = 50
-WHOLE_ROWS = [Spread(rows, warps) for rows in (1, 2, 4) for warps in (1, 2, 4, 8, 16)]
 Call = Callable[..., Any]
-
-
-def kernel_of(case: Case) -> Kernel:
-    kernel = generate(case.body(), case.name)
-    if isinstance(kernel, Unsupported):
-        raise ValueError(f"refused because it {kernel.reason}, at {kernel.node}")
-    return kernel
-
-
-def input_sets(case: Case, rows: int) -> list[tuple[Tensor, ...]]:
-    first = case.inputs(rows, "cuda", 0)
-    count = min(timing.sets_needed(sum(t.numel() * t.element_size() for t in first)), SETS)
-    return [first, *(case.inputs(rows, "cuda", seed) for seed in range(1, count))]
 
 
 # ---- bench
@@ -62,7 +48,7 @@ def contenders(case: Case) -> dict[str, Callable[[int], Call]]:
 
         return make
 
-    found: dict[str, Callable[[int], Call]] = {"generated": lambda rows: kernel_of(case).launch}
+    found: dict[str, Callable[[int], Call]] = {"generated": lambda rows: kernel_of(case.name).launch}
     for name, way in (("held", hold), ("passes", pass_over)):
         found[name] = lambda rows, way=way: way(case.body(), case.name).launch  # type: ignore[misc]
     found["eager"] = lambda rows: case.fn
@@ -128,7 +114,7 @@ def differing(a: Tensor, b: Tensor) -> float:
 
 def check(case: Case) -> dict[str, Any]:
     """Every claim about a kernel's results, as figures and booleans."""
-    kernel, report = kernel_of(case), dict[str, Any]()
+    kernel, report = kernel_of(case.name), dict[str, Any]()
     arguments = case.inputs(4096, "cuda", 9)
     whole = kernel.launch(*arguments)
     report["kind"] = type(kernel).__name__
@@ -180,39 +166,29 @@ def first_like(arguments: Sequence[Tensor], dirty: Sequence[Tensor]) -> list[Ten
             for a, b in zip(arguments, dirty, strict=True)]  # fmt: skip
 
 
-# ---- tune
-
-
-@torch.no_grad()
-def tune(case: Case, rows_list: Sequence[int], deadline: float) -> Iterator[Any]:
-    """One record a number of rows and spread."""
-    kernel = kernel_of(case)
-    for rows in rows_list:
-        sets = input_sets(case, rows)
-        device = torch.device("cuda")
-        reckoned = kernel.schedule_for(rows, device)
-        for spread in dict.fromkeys((reckoned, *(kernel.candidates(rows, device) or WHOLE_ROWS))):
-            if time.perf_counter() > deadline:
-                break
-            record = {"case": case.name, "rows": rows, "spread": str(spread), "reckoned": spread == reckoned}
-            try:
-                compiled = kernel.run(kernel.prepare(sets[0], spread))
-                record["spills"] = [each.n_spills for each in compiled]
-                us = timing.microseconds(lambda *args, s=spread: kernel.launch(*args, schedule=s), sets)
-                record["us"] = round(us, 2)
-            except Exception as error:
-                record["failed"] = f"{type(error).__name__}: {str(error)[:120]}"
-            yield record
-
-
 def bench_command(arguments: Namespace) -> int:
-    """What `v41 bench rowwise` does; 1 where a check fails."""
-    cases = [CASES[name] for name in arguments.cases]
+    """What `v41 bench rowwise` does; 1 where a check fails, or a drawn pair is too slow by reckoning."""
+    cases, pairs = [CASES[name] for name in arguments.cases], list[modes.Record]()
+
+    def tuned(deadline: float) -> Iterator[Any]:
+        asked = [(name, rows) for name in arguments.cases for rows in arguments.rows]
+        yield from tuning.tune(asked, arguments.workers, deadline)
+
+    def drawn(deadline: float) -> Iterator[Any]:
+        for record in tuning.tune(tuning.drawn_pairs(arguments.seed), arguments.workers, deadline):
+            pairs.append(record)
+            yield record
+        yield {"seed": arguments.seed, "pairs": tuning.verdicts(pairs)}
+
     timed = {
         "bench": lambda deadline: bench(cases, arguments.rows, arguments.contenders, deadline),
-        "tune": lambda deadline: (record for case in cases for record in tune(case, arguments.rows, deadline)),
+        "tune": tuned,
+        "pairs": drawn,
     }
-    return modes.run(arguments, "rowwise", lambda: {case.name: check(case) for case in cases}, timed, tables)
+    code = modes.run(arguments, "rowwise", lambda: {case.name: check(case) for case in cases}, timed, tables)
+    if arguments.mode == "pairs":
+        print(tuning.table(pairs))
+    return code or int(not all(each["within"] for each in tuning.verdicts(pairs)))
 
 
 def tables(records: list[dict[str, Any]]) -> str:

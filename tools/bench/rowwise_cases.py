@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from v41._compat_tools import decompositions
+from v41.model_def import mhc
 from v41.model_def.engram import SMALLEST
 from v41.model_def.moe import swiglu
 from v41.model_def.norm import inverse_rms, rms_norm
@@ -68,7 +70,7 @@ def captured(fn: Callable[..., Any], arguments: tuple[Tensor, ...], per_row: int
     with warnings.catch_warnings():  # torch's own, about its own: copying a tree of inputs asks for a deprecated type
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
         program = torch.export.export(_Module(fn), arguments, dynamic_shapes=dynamic)
-        body = program.run_decompositions().graph_module
+        body = program.run_decompositions(decompositions()).graph_module
     for node in reversed(body.graph.nodes):
         if node.op == "call_function" and not node.users:  # assertions of dtype and device
             body.graph.erase_node(node)
@@ -155,4 +157,55 @@ def cases(scale: int = 1) -> dict[str, Case]:
     return {case.name: case for case in found}
 
 
-CASES = cases()
+Norm = Callable[[Tensor, Tensor], Tensor]
+
+
+def root_mean_square(x: Tensor, w: Tensor) -> Tensor:
+    return rms_norm(x, w, 1e-6)
+
+
+def layer_norm(x: Tensor, w: Tensor) -> Tensor:
+    return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], w.float()).to(x.dtype)
+
+
+def seam_of(norm: Norm, iters: int, extra: bool = False) -> Callable[..., tuple[Tensor, ...]]:
+    """The model's boundary from its parts, with another norm, iteration count or output."""
+
+    def boundary(
+        X: Tensor, y: Tensor, C: Tensor, B: Tensor, A: Tensor, fn: Tensor, base: Tensor, scale: Tensor, w: Tensor
+    ) -> tuple[Tensor, ...]:
+        X = mhc.expand(X, y, C, B)
+        x = mhc.collapse(X, A)
+        mixed = mhc.predict(X, fn, base, scale, iters, 1e-6, 1e-20)
+        return X, norm(x, w), *mixed, *([x] if extra else [])
+
+    return boundary
+
+
+def seams(scale: int = 1) -> dict[str, Case]:
+    """The boundary, and three like it that nobody tuned anything for."""
+    hidden = 5120 // scale
+
+    def case(name: str, fn: Callable[..., Any], streams: int = 4) -> Case:
+        return Case(name, fn, lambda normal, rows: seam_inputs(normal, rows, streams, hidden), 5)
+
+    found = (
+        case("boundary", seam_of(root_mean_square, 20)),
+        case("three_streams", seam_of(root_mean_square, 7), 3),
+        case("layer_norm", seam_of(layer_norm, 20)),
+        case("extra_output", seam_of(root_mean_square, 20, extra=True)),
+    )
+    return {each.name: each for each in found}
+
+
+def seam_inputs(normal: Maker, rows: int, streams: int, width: int) -> tuple[Tensor, ...]:
+    """Arguments of a boundary, at the scales a model has."""
+    S, n = streams, streams * (streams + 2)
+    return (
+        normal(rows, S, width).bfloat16(), normal(rows, width).bfloat16(), 2 * normal(rows, S).sigmoid(),
+        normal(rows, S, S).softmax(-1), normal(rows, S).sigmoid(), normal(n, S * width) / (S * width) ** 0.5,
+        normal(n), 1 + 0.1 * normal(3), (1 + 0.1 * normal(width)).bfloat16(),
+    )  # fmt: skip
+
+
+CASES = cases() | seams()

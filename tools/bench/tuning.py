@@ -1,105 +1,173 @@
-"""tuning: many schedules of one kernel, compiled by many processes, timed by one.
+"""tuning: many schedules of kernels, compiled by many processes, timed by one.
+
+    tune([("router", 1), ("boundary", 4096)], workers, deadline)     a record a case, number of rows and schedule
 
 A worker compiles its share by launching it once: Triton's cache on disk then holds every schedule when the timing
-process asks.
+process asks. The schedule by reckoning is the first of each pair; of two launches each is timed alone too, and both one
+after the other where the second comes up early.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from v41.lowering.rowwise import GeneratedKernel, Schedule, pass_over
-from v41.lowering.rowwise.schedule import tried
-from v41.tools.bench import seam, timing
+from v41.lowering.rowwise import Kernel, Unsupported, generate
+from v41.lowering.rowwise.held.launch import Spread
+from v41.lowering.rowwise.launch import Call
+from v41.tools.bench import timing
+from v41.tools.bench.rowwise_cases import CASES, Case
 
-Candidate = tuple[int, Schedule]  # rows, schedule
+SETS = 64  # of inputs, at most
+WHOLE_ROWS = [Spread(rows, warps) for rows in (1, 2, 4) for warps in (1, 2, 4, 8, 16)]  # each in an order of its own
+COMPILING = 0.45  # of the time: what has not compiled then is left out
+MOST_ROWS, WORST = 4096, 1.5  # of a drawn pair; how much slower reckoning may be than tuning
+Record = dict[str, Any]
+Pair = tuple[str, int]  # name of a case, rows
 
-def tune(rows_list: Sequence[int], workers: int, budget: float) -> list[dict[str, Any]]:
-    """µs of every candidate, best first for each number of rows; prints the ten best."""
-    deadline = time.perf_counter() + budget
-    todo = [(rows, schedule) for rows in rows_list for schedule in tried(rows)]
-    print(f"{len(todo)} schedules", flush=True)
-    facts = _compile(todo, workers, deadline - 0.35 * budget)
-    kernel = _kernel()
-    records = []
-    for rows in rows_list:
-        sets = [seam.inputs(rows, "cuda", seed) for seed in range(timing.sets_needed(2_000_000 + 103_000 * rows))]
-        mine = [_time(candidate, kernel, sets, facts, deadline) for candidate in todo if candidate[0] == rows]
-        mine.sort(key=lambda record: record.get("us", float("inf")))
-        records += mine
-        print(f"\nrows {rows}: {sum('us' in record for record in mine)} of {len(mine)} ran")
-        for record in mine[:10]:
-            print("  ", json.dumps({key: value for key, value in record.items() if key != "rows"}), flush=True)
-        del sets
-    return records
+
+@dataclass(frozen=True)
+class Candidate:
+    case: str
+    rows: int
+    schedule: Any
+    reckoned: bool
 
 
 @cache
-def _kernel() -> GeneratedKernel:
-    return pass_over(seam.capture(), "boundary")
+def kernel_of(name: str) -> Kernel:
+    """The kernel of a case, which is to be none that is refused."""
+    kernel = generate(CASES[name].body(), name)
+    if isinstance(kernel, Unsupported):
+        raise ValueError(f"refused because it {kernel.reason}, at {kernel.node}")
+    return kernel
 
 
-def _compile(todo: Sequence[Candidate], workers: int, deadline: float) -> dict[Candidate, dict[str, Any]]:
+def input_sets(case: Case, rows: int) -> list[tuple[Tensor, ...]]:
+    """Inputs that together exceed the L2 cache twice, or SETS of them."""
+    first = case.inputs(rows, "cuda", 0)
+    count = min(timing.sets_needed(sum(t.numel() * t.element_size() for t in first)), SETS)
+    return [first, *(case.inputs(rows, "cuda", seed) for seed in range(1, count))]
+
+
+def candidates(name: str, rows: int, device: torch.device) -> list[Candidate]:
+    """The schedule by reckoning, then all others that are tried."""
+    kernel = kernel_of(name)
+    reckoned = kernel.schedule_for(rows, device)
+    ways = dict.fromkeys([reckoned, *(kernel.candidates(rows, device) or WHOLE_ROWS)])
+    return [Candidate(name, rows, way, way == reckoned) for way in ways]
+
+
+def drawn_pairs(seed: int, count: int = 10) -> list[Pair]:
+    """`count` cases with more than one schedule to choose from, each with a number of rows: any up to MOST_ROWS, small
+    ones as likely as large ones."""
+    draw = random.Random(seed)
+    names = [name for name in CASES if kernel_of(name).candidates(1, torch.device("cpu"))]
+    return [(draw.choice(names), round(MOST_ROWS ** draw.random())) for _ in range(count)]
+
+
+def tune(pairs: Sequence[Pair], workers: int, deadline: float) -> Iterator[Record]:
+    """One record a candidate of each pair, as they are timed; those that had no time say so."""
+    todo = [each for pair in pairs for each in candidates(*pair, torch.device("cuda"))]
+    started = time.perf_counter()
+    facts = _compile(todo, workers, started + COMPILING * (deadline - started))
+    for name, rows in dict.fromkeys(pairs):
+        mine = [each for each in todo if (each.case, each.rows) == (name, rows)]
+        sets = input_sets(CASES[name], rows)
+        for each in mine:
+            record = {"case": name, "rows": rows, "schedule": str(each.schedule), "reckoned": each.reckoned}
+            yield record | _timed(each, mine[0], sets, facts.get(each, {"failed": "not compiled in time"}), deadline)
+
+
+def _compile(todo: Sequence[Candidate], workers: int, deadline: float) -> dict[Candidate, Record]:
     """Registers, spills and shared memory of every candidate that compiled in time; the error of the others."""
-    facts: dict[Candidate, dict[str, Any]] = {}
+    facts: dict[Candidate, Record] = {}
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    pending = {pool.submit(_compile_one, candidate): candidate for candidate in todo}
+    pending = {pool.submit(_compile_one, candidate): candidate for candidate in dict.fromkeys(todo)}
     try:
         for future in as_completed(pending, timeout=max(deadline - time.perf_counter(), 1)):
             facts[pending[future]] = future.result()
     except TimeoutError:
-        print(f"{len(facts)} of {len(todo)} compiled in time", flush=True)
-    for process in list((pool._processes or {}).values()) if len(facts) < len(todo) else ():
+        print(f"{len(facts)} of {len(pending)} compiled in time", flush=True)
+    for process in list((pool._processes or {}).values()) if len(facts) < len(pending) else ():
         process.terminate()
     pool.shutdown(wait=False, cancel_futures=True)
     return facts
 
 
-def _compile_one(candidate: Candidate) -> dict[str, Any]:
-    kernel, schedule = _kernel(), candidate[1]
-    started = time.perf_counter()
+def _compile_one(candidate: Candidate) -> Record:
+    kernel, started = kernel_of(candidate.case), time.perf_counter()
+    inputs = CASES[candidate.case].inputs(max(getattr(candidate.schedule, "tile", candidate.schedule.rows), 2), "cuda")
     try:
-        compiled = kernel.run(kernel.prepare(seam.inputs(max(schedule.rows, 2), "cuda"), schedule))
-        spills = [each.n_spills for each in compiled]
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {str(error)[:120]}"}
-    seconds = round(time.perf_counter() - started, 1)
-    return {
-        "registers": [each.n_regs for each in compiled],
-        "spills": spills,
-        "shared": max(each.metadata.shared for each in compiled),
-        "compile_s": seconds,
-    }
-
-
-def _time(
-    candidate: Candidate,
-    kernel: GeneratedKernel,
-    sets: Sequence[tuple[Any, ...]],
-    facts: dict[Candidate, Any],
-    deadline: float,
-) -> dict[str, Any]:
-    rows, schedule = candidate
-    record = {
-        "rows": rows,
-        "schedule": str(schedule).removeprefix("Schedule"),
-        **facts.get(candidate, {"failed": "not compiled"}),
-    }
-    if "failed" in record or time.perf_counter() > deadline:
-        return record
-    try:
-        record["us"] = round(
-            timing.microseconds(lambda *args: kernel.launch(*args, schedule=schedule), sets), 2
-        )
+        compiled = kernel.run(kernel.prepare(inputs, candidate.schedule))
         torch.cuda.synchronize()
     except Exception as error:
-        record["failed"] = f"{type(error).__name__}: {str(error)[:120]}"
-    return {"us": record.get("us"), **record} if "us" in record else record
+        return {"failed": f"{type(error).__name__}: {str(error)[:120]}"}
+    return {
+        "registers": [each.n_regs for each in compiled],
+        "spills": [each.n_spills for each in compiled],
+        "shared": max(each.metadata.shared for each in compiled),
+        "compile_seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+@torch.no_grad()
+def _timed(each: Candidate, reckoned: Candidate, sets: Sequence[Any], facts: Record, deadline: float) -> Record:
+    """What is measured of a candidate that compiled."""
+    if "failed" in facts or time.perf_counter() > deadline:
+        return {"failed": "left out: no time"} | facts
+    kernel, schedule = kernel_of(each.case), each.schedule
+    try:
+        found = kernel.launch(*sets[0], schedule=schedule)
+        expected = kernel.launch(*sets[0], schedule=reckoned.schedule)
+        us = timing.microseconds(lambda *given: kernel.launch(*given, schedule=schedule), sets)
+        launched = timing.kernels(lambda: kernel.launch(*sets[0], schedule=schedule))
+        record = {"us": round(us, 2), "each_us": [round(each_us, 2) for _, each_us in launched],
+                  "same_bits": all(map(torch.equal, found, expected))}  # fmt: skip
+        if kernel.prepare(sets[0], schedule).late.get("launch_pdl"):
+            behind: Callable[..., Any] = lambda *given: kernel.run(in_turn(kernel.prepare(given, schedule)))
+            record["in_turn_us"] = round(timing.microseconds(behind, sets), 2)
+        return record | facts
+    except Exception as error:
+        return facts | {"failed": f"{type(error).__name__}: {str(error)[:120]}"}
+
+
+def in_turn(call: Call) -> Call:
+    """`call`, its second launch an ordinary one."""
+    launches = [(grid, constants | {"PDL": 0}) for grid, constants in call.launches]
+    return replace(call, launches=launches, late={key: on for key, on in call.late.items() if key != "launch_pdl"})
+
+
+def verdicts(records: Sequence[Record]) -> list[Record]:
+    """Of each pair: µs by reckoning, of the fastest, their ratio, and whether it is at most WORST; None where either
+    was not measured."""
+    pairs = dict.fromkeys((record["case"], record["rows"]) for record in records)
+    found = []
+    for case, rows in pairs:
+        mine = [each for each in records if (each["case"], each["rows"]) == (case, rows) and "us" in each]
+        ours = next((each["us"] for each in mine if each["reckoned"]), None)
+        best = min(mine, key=lambda each: each["us"], default=None)
+        told: Record = {"case": case, "rows": rows, "reckoned_us": ours, "tried": len(mine),
+                        "best_us": best and best["us"], "best": best and best["schedule"]}  # fmt: skip
+        ratio = round(ours / best["us"], 3) if ours and best else None
+        found.append(told | {"ratio": ratio, "within": ratio is not None and ratio <= WORST})
+    return found
+
+
+def table(records: Sequence[Record]) -> str:
+    """A line a pair."""
+    lines = [f"{'case':>16}{'rows':>6}{'reckoned':>10}{'best':>8}{'ratio':>7}  of   best schedule (µs)"]
+    for each in verdicts(records):
+        cells = (each["reckoned_us"] or "-", each["best_us"] or "-", each["ratio"] or "-", each["tried"])
+        line = "{:>16}{:>6}{:>10}{:>8}{:>7}{:>4}   {}"
+        lines.append(line.format(each["case"], each["rows"], *cells, each["best"]))
+    return "\n".join(lines)

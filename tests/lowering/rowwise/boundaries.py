@@ -1,38 +1,19 @@
-"""The model's boundary from its parts, with another norm, iteration count or output."""
+"""The model's boundary from its parts, with another norm, iteration count or output, and inputs to trace them with."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from v41.model_def import mhc
+from v41.tools.bench.rowwise_cases import layer_norm as layer_norm
+from v41.tools.bench.rowwise_cases import root_mean_square as rms_norm
+from v41.tools.bench.rowwise_cases import seam_inputs as drawn
+from v41.tools.bench.rowwise_cases import seam_of as seam
 
-
-def rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    f = x.float()
-    return (w.float() * (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
-
-
-def layer_norm(x: Tensor, w: Tensor) -> Tensor:
-    return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], w.float()).to(x.dtype)
-
-
-def seam(norm: Callable[..., Tensor], iters: int, extra: bool = False) -> Callable[..., tuple[Tensor, ...]]:
-    """The model's boundary from its parts, with another norm, iteration count or output."""
-
-    def boundary(X, y, C, B, A, fn, base, scale, w):
-        X = mhc.expand(X, y, C, B)
-        mix = mhc.Mix(fn, base, scale, None, iters, 1e-6, 1e-20)
-        x = mhc.collapse(X, A)
-        return X, norm(x, w), *mhc.coefficients(X, mix), *([x] if extra else [])
-
-    return boundary
+__all__ = ["layer_norm", "rms_norm", "seam", "seam_inputs"]
 
 
 def seam_inputs(streams: int, width: int, rows: int = 7) -> tuple[list[Tensor], list[Tensor]]:
-    S, n = streams, streams * (streams + 2)
-    per_row = [torch.randn(rows, S, width).bfloat16(), torch.randn(rows, width).bfloat16(), torch.rand(rows, S),
-               torch.rand(rows, S, S), torch.rand(rows, S)]  # fmt: skip
-    return per_row, [torch.randn(n, S * width), torch.randn(n), torch.rand(3), torch.randn(width).bfloat16()]
+    """Tensors with rows, and weights."""
+    found = drawn(lambda *shape: torch.randn(shape), rows, streams, width)
+    return list(found[:5]), list(found[5:])

@@ -9,15 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.lowering.rowwise import boundaries
-from tests.lowering.rowwise.boundaries import layer_norm, rms_norm, seam_inputs
-from tests.strategies.tracing import trace
 from v41.lowering.cross_compile import Facts, Request, compile_for
 from v41.lowering.rowwise import GeneratedKernel, HeldKernel, Kernel, generate, launch, pass_over
 from v41.lowering.rowwise.held import launch as held_launch
@@ -109,32 +105,3 @@ def test_the_work_between_products_compiles_with_hardly_a_spill(
         products = [fact for request, fact in zip(asked, facts, strict=True)
                     if fact.arch == "sm_90" and request.constants["STEP"] != LATER]  # fmt: skip
         assert all("wgmma" in fact.ptx and "mma.sync" not in fact.ptx for fact in products), "another order of sums"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("streams", "norm", "iters", "extra"),
-    [(3, rms_norm, 7, False), (4, layer_norm, 20, False), (4, rms_norm, 20, True)],
-    ids=["three-streams-seven-iterations", "layer-norm", "extra-output"],
-)
-def test_boundaries_nobody_tuned_for_compile(
-    streams: int, norm: Callable[..., torch.Tensor], iters: int, extra: bool,
-    record_property: Callable[[str, object], None],
-) -> None:  # fmt: skip
-    per_row, weights = seam_inputs(streams, 5120)
-    kernel = pass_over(trace(boundaries.seam(norm, iters, extra), *per_row, static=weights, backed=True))
-
-    def inputs(rows: int) -> list[Any]:
-        return in_order(kernel, [*seam_inputs(streams, 5120, rows)[0], *weights], rows)
-
-    asked = requests(kernel, inputs, [1, 64], "sm_90")
-    for request, fact in zip(asked, compile_for(asked), strict=True):
-        label, found = told(request, fact)
-        record_property(label, found)
-        assert fact.spill_bytes <= 192, label
-
-
-def in_order(kernel: Kernel, given: list[torch.Tensor], rows: int) -> list[Any]:
-    """`given` where the kernel takes tensors, the number of rows where it takes a number."""
-    tensors = iter(given)
-    return [rows if what is None else next(tensors) for what in kernel.inputs]

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.lowering.rowwise.boundaries import layer_norm, rms_norm, seam, seam_inputs
-from tests.lowering.rowwise.running import SCHEDULES, check_everywhere, generated, interpret
+from tests.lowering.rowwise.running import SCHEDULES, check_contract, check_everywhere, generated, interpret
 from tests.strategies.tracing import trace
 from tests.triton_interpreter import Interpreter
-from v41.lowering.rowwise import Unsupported, generate, pass_over
+from v41.lowering.rowwise import Kernel, Unsupported, generate, pass_over
 from v41.lowering.rowwise.read import NotRowwise
 from v41.passes.same_values import random_inputs
+from v41.tools.bench.rowwise_cases import seams
 
 ROWWISE = Path(__file__).parents[3] / "lowering" / "rowwise"
 
@@ -36,6 +37,16 @@ def test_boundary(
 ) -> None:
     body, kernel = generated(seam(norm, iters, extra), *seam_inputs(streams, width))
     check_everywhere(interpreter, body, kernel)
+
+
+@pytest.mark.parametrize("name", ["three_streams", "layer_norm", "extra_output"])
+def test_what_nobody_tuned_for_becomes_a_kernel(interpreter: Interpreter, name: str) -> None:
+    """As `v41 bench rowwise` captures it."""
+    case = seams(80)[name]
+    kernel = generate(case.body(), name)
+    assert isinstance(kernel, Kernel), kernel
+    inputs = case.inputs(24, "cpu")
+    check_contract(case.body(), inputs, interpret(interpreter, kernel, inputs))
 
 
 def test_rows_do_not_touch_each_other(interpreter: Interpreter) -> None:

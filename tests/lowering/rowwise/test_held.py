@@ -189,7 +189,7 @@ def test_rows_too_large_for_a_program_fall_into_the_parts_of_their_results(
     monkeypatch.setattr(values, "LARGEST", 600)
     body = SMALL["stream_gate"].body()  # rows of [4, 256]
     kernel = hold(body)
-    assert kernel.parts == 4 and kernel.elements == 256
+    assert kernel.parts == 4 and kernel.elements == 256 and "split     4 programs a row" in kernel.source
     assert [grid for grid, _ in kernel.prepare(random_inputs(body, 6)).launches] == [(6, 4)]
     check_everywhere(interpreter, body, kernel)
 
