@@ -19,6 +19,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from v41.passes.changes import operator_of
+from v41.tools.identity import CALL
 from v41.tools.nodes import NodeFacts
 from v41.tools.run import Run
 
@@ -59,8 +60,8 @@ def shapes_of(run: Run) -> dict[str, list[Shape]]:
     bodies: dict[str, list[NodeFacts]] = {}
     for node in run.nodes:
         bodies.setdefault(node.body, []).append(node)
-    of_call = {(node.name, node.region): called[1] for node in run.nodes
-               if (called := re.match(r"region ([\w~]+)\(", node.text))}  # fmt: skip
+    of_call = {(node.origin[1], node.region): called[1] for node in run.nodes
+               if (called := CALL.match(node.text)) and node.attrs is not None}  # fmt: skip
     found: dict[str, dict[Shape, None]] = {}
     for each in run.report.passes:
         for decision in each.decisions:
@@ -94,7 +95,9 @@ def operators(body: Sequence[NodeFacts]) -> Iterator[tuple[str, NodeFacts]]:
     """What the nodes call, views left out: these differ with the spelling."""
     for node in body:
         name = operator_of(node.text).strip()
-        name = re.sub(r"_\d+(~\d+)?$", "", name) if name.startswith(("region ", "subgraph ")) else name
+        if name.startswith(("region ", "subgraph ")):
+            kind, _, called = name.partition(" ")
+            name = re.sub(r"_\d+(~\d+)?$", "", f"{kind} {called.rpartition('/')[2]}")
         if name not in VIEWS:
             yield name, node
 

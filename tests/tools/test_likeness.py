@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tools.small_models import run_of_balanced
+from tests.tools.small_models import run_of_balanced, run_of_routed
 from v41.report import PassRun
 from v41.tools import likeness
 from v41.tools.cli import main
-from v41.tools.likeness import known_shapes, nearest_miss, shapes_of, short
+from v41.tools.likeness import known_shapes, nearest_miss, operators, shapes_of, short
 from v41.tools.nodes import NodeFacts
 from v41.tools.run_folder import save
 
@@ -103,3 +103,12 @@ def test_the_shapes_kept_are_those_of_the_plain_model(tmp_path: Path, capsys: py
 
 def test_an_operator_is_said_short() -> None:
     assert [short("aten.sum.dim_IntList"), short("region sinkhorn")] == ["sum", "region sinkhorn"]
+
+
+def test_shapes_are_those_of_bodies_in_shared_bodies_too() -> None:
+    """Such a region goes by the name of its owner as well, and where the owner was opened by another one."""
+    for codegen in ("inductor", "triton"):
+        (shape,) = {*shapes_of(run_of_routed(codegen))["outline_gate"]}
+        assert shape.count("aten.topk.default") == 1 and shape.count("aten.sqrt.default") == 1
+    names = [name for name, _ in operators(nodes(["region shared_1/moe_gate_0(x)"]))]
+    assert names == ["region moe_gate"]
