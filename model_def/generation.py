@@ -137,10 +137,12 @@ def generate(
     choose: Choose = greedy,
     buckets: Buckets | None = None,
     reuse: bool = False,
+    skip: bool = False,
 ) -> Iterator[Generated]:
     """Steps until every request is finished. A prompt is read `chunk` rows at a time; `requests` grow in place.
 
-    `buckets`: what steps are padded to; a model whose steps are captured needs them. `reuse`: take prefix hits.
+    `buckets`: what steps are padded to; a model whose steps are captured needs them. `reuse`: take prefix hits. `skip`:
+    chunks that are not the last of their prompt return no logits, and need not leave what the next one makes again.
     StepsWithoutRows where `chunk` is no number of rows, RequestGivenTwice where two are one object, LogitsAreNoNumbers
     where no token can be chosen.
     """
@@ -164,18 +166,27 @@ def generate(
             if reuse:
                 take_prefix(config, cache, requests[i], slot, held)
             held[slot] = requests[i].ids, requests[i].hit
-        chunks = tuple(requests[i].next_chunk(slot, chunk) for i, slot in slots.items())
-        logits = forward(build_batch(config, cache, chunks, buckets=buckets), cache)[: len(chunks)]
+        chunks = tuple(requests[i].next_chunk(slot, chunk, skip) for i, slot in slots.items())
+        told = [row for row, part in enumerate(chunks) if not part.following]
+        logits = forward(build_batch(config, cache, chunks, buckets=buckets), cache)[: len(told)]
         behind: dict[int, int] = {}  # row of logits -> the request that a token is to be chosen for
         for row, (i, part) in enumerate(zip(slots, chunks, strict=True)):
             requests[i].done = part.end
             held[part.slot] = requests[i].ids, max(part.end, part.hit)
             if part.end == len(requests[i].ids) < requests[i].length:
                 behind[row] = i
-        tokens = chosen(choose, logits, behind, requests)
+        tokens = chosen(choose, spread(logits, told, len(chunks)), behind, requests)
         for i, token in tokens.items():
             requests[i].ids.append(token)
         yield Generated(tuple(slots), chunks, logits, tokens)
+
+
+def spread(logits: Tensor, told: Sequence[int], count: int) -> Tensor:
+    """`logits` as those of `count` requests, zeros for the ones that have none."""
+    if len(told) == count:
+        return logits
+    rows = torch.tensor(told, dtype=torch.int64, device=logits.device)
+    return logits.new_zeros(count, logits.shape[-1]).index_copy(0, rows, logits)
 
 
 def chosen(choose: Choose, logits: Tensor, behind: Mapping[int, int], requests: Sequence[Request]) -> dict[int, int]:

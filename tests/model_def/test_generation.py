@@ -43,6 +43,25 @@ class CountsUp:
         return torch.eye(TINY.vocab_size)[batch.tokens[batch.logit_rows] + 1]
 
 
+@given(prompts, st.integers(1, 5), st.integers(1, 20), st.integers(1, 3), st.booleans())
+def test_chunks_that_are_skipped_say_what_follows_and_change_no_token(
+    given: list[list[int]], tokens: int, chunk: int, slots: int, padded: bool
+) -> None:
+    made = []
+    for skip in (False, True):
+        requests = [Request.to_write(prompt, tokens) for prompt in given]
+        how = {"chunk": chunk, "skip": skip, "buckets": Buckets() if padded else None}
+        steps = list(generate(CountsUp(), TINY, Cache.zeros(TINY, slots, 64), requests, **how))
+        made.append((steps, [each.ids for each in requests]))
+        for step in steps:
+            last = [i for i, part in zip(step.requests, step.chunks, strict=True) if not part.following]
+            assert len(step.logits) == len(last) and step.tokens.keys() <= {*last}
+            for i, part in zip(step.requests, step.chunks, strict=True):
+                assert part.following == (min(chunk, max(requests[i].prompt - part.end, 0)) if skip else 0)
+    (whole, written), (skipped, same) = made
+    assert written == same and [step.tokens for step in whole] == [step.tokens for step in skipped]
+
+
 @given(prompts, st.integers(1, 5), st.integers(1, 20), st.integers(1, 3))
 def test_every_token_is_read_once(given: list[list[int]], tokens: int, chunk: int, slots: int) -> None:
     model, cache = CountsUp(), Cache.zeros(TINY, slots, 64)
