@@ -13,6 +13,7 @@ from tests.strategies.tracing import trace
 from tests.triton_interpreter import Interpreter
 from v41.lowering.rowwise import HeldKernel, Kernel, Schedule, pass_over
 from v41.lowering.rowwise.held.launch import Spread
+from v41.lowering.tuned import copied
 from v41.passes.same_values import Runner, random_inputs, same_bits
 
 aten = torch.ops.aten
@@ -46,8 +47,8 @@ def interpret(interpreter: Interpreter, kernel: Kernel, inputs: Sequence[Any], s
     call = kernel.prepare(inputs, schedule)
     for output in call.outputs:
         output.fill_(float("nan") if output.is_floating_point() else 77)
-    # each of its own: views of one memory as two types do not travel
-    arguments = [arg.clone() if isinstance(arg, Tensor) else arg for arg in call.arguments]
+    # each of its own, laid out as it was: views of one memory as two types do not travel
+    arguments = [copied(arg) for arg in call.arguments]
     for grid, constants in call.launches:
         arguments = [
             *interpreter.launch(kernel.path, kernel.name, grid, *arguments, **constants),
