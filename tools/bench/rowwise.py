@@ -125,6 +125,7 @@ def check(case: Case) -> dict[str, Any]:
     report["same bits in every batch"] = {str(rows): alike(kernel.launch(*first(case, arguments, rows)), whole, rows)
                                           for rows in (1, 2, 5, 16, 17, 64, 100, 256, 1000)}  # fmt: skip
     report["NaN rows harm no other"] = nan_rows(kernel, case)
+    report["the same in a graph, read by the next kernel"] = in_a_graph(kernel, case)
     again = [(rows, first(case, arguments, rows)) for rows in (1, 16, 300) for _ in range(REPEATS)]
     report["the same every time"] = all(alike(kernel.launch(*part), whole, rows) for rows, part in again)
     return report
@@ -157,6 +158,23 @@ def nan_rows(kernel: Kernel, case: Case) -> bool:
             tensor[bad] = float("nan")
         results = kernel.launch(*first_like(arguments, dirty))
         fine &= all(torch.equal(a[~bad], b[~bad]) for a, b in zip(clean, results, strict=True))
+    return fine
+
+
+def in_a_graph(kernel: Kernel, case: Case) -> bool:
+    """Launches one behind the other in a captured graph, each result read at once by an ordinary kernel."""
+    fine = True
+    for rows in (1, 16, 300):
+        arguments = case.inputs(rows, "cuda", 5)
+        plain, graph = kernel.launch(*arguments), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            kept = [tuple(tensor.clone() for tensor in kernel.launch(*arguments)) for _ in range(8)]
+        for _ in range(REPEATS):
+            for tensor in (tensor for each in kept for tensor in each):
+                tensor.zero_()
+            graph.replay()
+            fine &= all(alike(each, plain, rows) for each in kept)
     return fine
 
 
