@@ -5,7 +5,7 @@
     nearest  6 of 8 operators of a site, from mm_3 to div_9: where sigmoid would be there is softmax; sum is missing
 
 A guess: a pass reads data flow, shapes and values, and this only the names of operators, in the order of the program.
-Shapes are those of the plain model, kept by `shapes_of` from a run of it.
+Shapes are those of the plain model, kept by `shapes_of` from runs of it, as on a GPU and as on a CPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class NearMiss:
 
 
 def shapes_of(run: Run) -> dict[str, list[Shape]]:
-    """Pass -> the different bodies of its regions, as operators in order; from a run in which it applies."""
+    """Pass -> the different bodies of its regions, as operators in order; from a run in which it applies, with changes
+    kept: then a region is known also where the body that it was found in was opened."""
     bodies: dict[str, list[NodeFacts]] = {}
     for node in run.nodes:
         bodies.setdefault(node.body, []).append(node)

@@ -60,7 +60,9 @@ def test_regions_are_sites_already_and_a_body_is_told_apart() -> None:
     assert nearest_miss("outline_gate", inside) is None
     halves = [*outside[:14], *(replace(node, body="other") for node in outside[14:])]
     near = nearest_miss("outline_gate", halves)
-    assert near is not None and near.found == 14
+    whole = nearest_miss("outline_gate", outside)
+    assert whole is not None and whole.found == len(shape)
+    assert near is not None and near.found < len(shape)  # one of the halves alone
     assert nearest_miss("canonicalize", outside) is None
 
 
