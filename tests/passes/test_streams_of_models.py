@@ -20,10 +20,10 @@ from v41.plan import Event, Plan
 from v41.regions import region_of, regions
 from v41.tools.inspect import capture_call, first_layers, step_of
 
-MODELS = {  # -> layers (None: all), boundaries and look-ups that leave the path, ms of a check at most
-    ("tiny", 2): (4, 1, 500.0),
-    ("bench", None): (24, 2, 500.0),
-    ("flash", None): (80, 2, 2000.0),
+MODELS = {  # and layers (None: all) -> look-ups that leave the path, ms of a check at most
+    ("tiny", 2): (1, 500.0),
+    ("bench", None): (2, 500.0),
+    ("flash", None): (2, 2000.0),
 }
 
 
@@ -56,7 +56,7 @@ def raced(plan: Plan, gone: Callable[[Event], bool]) -> bool:
 def test_every_event_of_a_model_is_needed(
     preset: str, layers: int | None, record_property: Callable[[str, object], None]
 ) -> None:
-    boundaries, lookups, most = MODELS[preset, layers]
+    lookups, most = MODELS[preset, layers]
     plan = planned(preset, layers)
     begin = time.process_time()
     made, decisions = assign_streams(plan, (1, 16, 256))
@@ -65,7 +65,10 @@ def test_every_event_of_a_model_is_needed(
     kinds = Counter(
         (piece.stream, region_of(call).kind) for piece in made.pieces if piece.stream for call in regions(piece.body)
     )
-    assert kinds[STREAMS["late"], "mhc_coefficients"] == boundaries
+    found = Counter(region_of(call).kind for piece in plan.pieces for call in regions(piece.body))
+    moved = kinds[STREAMS["late"], "mhc_coefficients"]
+    assert moved > 0 and found["mhc_boundary"] - moved in (0, 1)  # one may be read by the very next piece
+    record_property("boundaries", f"the coefficients of {moved} of {found['mhc_boundary']} leave the path")
     assert kinds[STREAMS["early"], "engram_lookup"] == lookups
 
     checked = least_ms(lambda: check_plan(made))
