@@ -33,3 +33,9 @@ class AllKept:
             return self.taken(*args)
         computed = iter(self.rest(*[args[at] for at in self.reads]) if self.rest is not None else ())
         return tuple([next(computed) if at is None else args[at] for at in self.same])
+
+
+def fresh(artifact: Artifact) -> Artifact:
+    """`artifact`, with results in memory of their own: what a graph returned is overwritten by graphs of its rung that
+    were captured in a step in which it was free by then."""
+    return artifact.taken if isinstance(artifact, AllKept) else artifact

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from v41._compat import addresses_of, copy_each, same_addresses
+from v41.runtime.all_kept import fresh
 from v41.runtime.capture import Graph, Graphs
 from v41.runtime.executor import Run, flat_function
 from v41.runtime.segments import Segment
@@ -94,12 +95,13 @@ class Chain:
     def _function(self) -> Run:
         plan, calls = self.owner.plan, dict[str, Callable[..., Any]]()
         of_size = {rung.size: rung for rung in self.rungs}
+        artifacts = {key: fresh(artifact) for key, artifact in self.owner.artifacts.items()}
         for segment in self.owner.segments:
             rung = of_size.get(segment.size or "")
             if rung is not None:
                 calls[segment.name] = lambda *args, rung=rung, segment=segment: rung.run(segment, args)
             else:
-                function = segment.function(self.owner.artifacts)
+                function = segment.function(artifacts)
                 calls[segment.name] = lambda *args, function=function: function(list(args))
         return flat_function(plan.inputs, self.owner.segments, plan.outputs, calls)
 

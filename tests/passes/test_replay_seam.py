@@ -20,7 +20,7 @@ from v41.passes.partition import partition
 from v41.passes.replay_seam import KIND, Parted, parted
 from v41.plan import Plan
 from v41.regions import regions
-from v41.runtime.all_kept import AllKept
+from v41.runtime.all_kept import AllKept, fresh
 from v41.runtime.executor import eager_artifact, executor
 
 ENOUGH = 99  # more last rows than any chunk here has
@@ -91,6 +91,14 @@ def test_of_two_seams_neither_takes_where_every_row_is_kept(
     assert planned.taken == 0
     check_equal(planned, step([(0, 6), (3, 4)], seed, last=last, inner=inner))
     assert 0 < planned.taken <= len(planned.seams)
+
+
+def test_between_graphs_rows_are_taken_even_where_all_are_kept() -> None:
+    """What a graph returned may be overwritten before it is read, so a seam beside graphs has memory of its own."""
+    planned = Planned(trimmed(FIRST, 9)[1])
+    ((apart, body),) = planned.seams.values()
+    seam = planned.seam(apart, body)
+    assert fresh(seam) is seam.taken and fresh(seam.taken) is seam.taken
 
 
 def test_one_row_left_out_is_enough_to_take() -> None:
