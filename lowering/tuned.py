@@ -132,9 +132,11 @@ def copies_of(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def copied(value: Any) -> Any:
-    if not isinstance(value, Tensor):
+    """A tensor's copy with its strides: numbers in the gaps go with it, and those that several places share, once."""
+    if not isinstance(value, Tensor) or value.numel() == 0:
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride(), 0)
 
 
 # ---- on disk

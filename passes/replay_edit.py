@@ -77,7 +77,7 @@ class Editor:
         self.made: dict[Node, None] = {}  # what the seam holds, in order
         self.places: dict[Node, Node] = {}  # numbers of rows -> where these are among those kept
         self._taken: dict[object, Node] = {}
-        self._bodies: dict[GraphModule, GraphModule] = {}
+        self._bodies: dict[GraphModule, str] = {}  # -> what it is called with the sizes of kept rows
         self._constants: dict[Node, Node] = {}
         self.seam: list[Node] = []  # those of `made` that rest on early nodes alone, in order
         self.same: dict[Node, Node] = {}  # node of the seam -> what it equals where every row is kept
@@ -241,12 +241,13 @@ class Editor:
 
     def _body(self, call: Node) -> Node:
         """Refers to the body of `call` with the sizes that kept rows have; one for all calls of it."""
-        body, name = body_of(call), str(call.args[0].target)  # type: ignore[union-attr]
+        body, name = body_of(call), f"{call.args[0].target}_of_kept_rows"  # type: ignore[union-attr]
         if body not in self._bodies:
-            self._bodies[body] = resized(body, self.resize)
-            self.gm.add_submodule(f"{name}_of_kept_rows", self._bodies[body])
+            same = sum(each.startswith(name) for each, _ in self.gm.named_children())  # of a seam further in
+            self._bodies[body] = name = f"{name}_{same}" if same else name
+            self.gm.add_submodule(name, resized(body, self.resize))
         with self.graph.inserting_before(call):
-            found = self.graph.get_attr(f"{name}_of_kept_rows")
+            found = self.graph.get_attr(self._bodies[body])
         self.late[found] = None
         return found
 

@@ -28,11 +28,12 @@ from v41.passes.analysis.meanings import Meaning
 from v41.passes.analysis.row_flows import Flow
 from v41.passes.analysis.rows import Demand, Forward, Ragged, RowDemand, ragged
 from v41.passes.analysis.sizes import symbols_in
-from v41.passes.matching import VIEWS, fake, shape
+from v41.passes.matching import VIEWS, fake, same_sizes, shape
 from v41.regions import invoke_subgraph
 
 aten, prims = ops.aten, ops.prims
 TAKES_ROWS = (aten.index.Tensor, aten.index_select.default)
+PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
 
 KNOWN = "mixes rows in no way that row demand does not know"
@@ -107,10 +108,17 @@ class LateRows:
         self._without_problems()
         for call in [node for node in self.late if node in self.forward.inside and self._narrows(node)]:
             self._take_out(call)
+        early = [node for node in gm.graph.nodes if node in self.late and self._reads_long(node)]
+        for node in early:
+            self._take_out(node)
+        for node in reversed(early):
+            if self._is_as_long(node) and self.late.keys() >= node.users.keys():
+                self.late[node] = None  # the seam takes rows of what it reads as well
+        self._without_problems()
         self.late |= dict.fromkeys(node for node in gm.graph.nodes if self.compacts(node))
         for node in reversed(gm.graph.nodes):
             if node.users and node not in self.late and self._may_move(node) and self._is_read_late(node):
-                self.late[node] = None
+                self.late |= {} if self._reads_long(node) else {node: None}
 
     # ---- who is late
 
@@ -158,6 +166,33 @@ class LateRows:
         rows = [arg for arg in call.all_input_nodes if self.forward.layout(arg) is not None]
         read, made = (sum(map(_elements, each)) for each in (rows, [user for user in call.users if user.users]))
         return bool(rows) and self.late.keys().isdisjoint(rows) and made < read
+
+    def _reads_long(self, node: Node) -> bool:
+        """Whether it reads early rows that are as long as a context, and beside them nothing that is work: it stays
+        early, for the seam would copy these. In the model candidates are chosen so, from all scores of their source,
+        for a re-indexer with fewer rows."""
+        if not any(map(self._is_long, node.all_input_nodes)):
+            return False
+        above, stack = {node}, [node]
+        while stack:
+            each = stack.pop()
+            if each in self.forward.inside or each.target in PRODUCTS:
+                return False
+            new = [arg for arg in each.all_input_nodes if arg in self.late and arg not in above]
+            above.update(new)
+            stack += new
+        return True
+
+    def _is_long(self, node: Node) -> bool:
+        layout = self.forward.layout(node)
+        if layout is None or layout.space.kind != ROWS or fake(node) is None:
+            return False
+        return any(isinstance(size, SymInt) for dim, size in enumerate(shape(node)) if dim not in layout.dims)
+
+    def _is_as_long(self, node: Node) -> bool:
+        """Whether it makes one number of each that it reads."""
+        rows = [arg for arg in node.all_input_nodes if self.forward.layout(arg) is not None]
+        return len(rows) == 1 and same_sizes(shape(node), shape(rows[0]))
 
     def _may_move(self, node: Node) -> bool:
         """Whether it computes each row from the same row of its operands, all of which can be taken."""

@@ -43,6 +43,13 @@ def test_a_difference_is_told_by_name() -> None:
     assert differences(regions_found(runs), {"x": 3, "z": 1}) == told
 
 
+def test_the_passes_find_all_of_bench() -> None:
+    """Its late layers are in two levels, and both run bodies of one name; its candidates are chosen before the second,
+    from scores of the first."""
+    passes = capture(plain(V41Config.preset("bench"))).report.passes
+    assert differences(regions_found(passes), regions_expected(V41Config.preset("bench"))) == []
+
+
 @pytest.mark.slow
 @FEW
 @given(configs(max_layers=3, sliding_window=4))  # over a window of one key nothing is left of a softmax to find
