@@ -84,7 +84,10 @@ def taken(kernels: Iterable[KernelFacts]) -> frozenset[str]:
 
 
 def launches_of(kernel: Kernel, rows: Sequence[int] = ROWS) -> Iterator[LaunchFacts]:
-    """What steps of `rows` launch, as on a GPU with all the shared memory it asks for."""
+    """What steps of `rows` launch, as on a GPU with all the shared memory it asks for. Nothing is told of a kernel of
+    several functions, which launches them by more sizes than rows: an indexer's."""
+    if not hasattr(kernel.module, kernel.name):
+        return
     names = kernel.function.arg_names
     for count in rows:
         with without_storage():

@@ -91,6 +91,8 @@ def launches_table(kernels: Sequence[KernelFacts], rows: Sequence[int]) -> Table
             number = f"{same.index(launch) + 1} of {len(same)}"
             add(made, *facts, launch.rows, number, grid, launch.options.get("num_warps"))
             facts = ("", "", "", "")
+        if not launches and kernel.refusal is None:
+            add(made, *facts, None, "untold", None, None)
     return made
 
 

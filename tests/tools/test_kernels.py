@@ -12,6 +12,7 @@ import torch
 
 from tests.lowering.rowwise import boundaries
 from tests.lowering.rowwise.boundaries import rms_norm, seam_inputs
+from tests.lowering.templates.test_index_scores import Case
 from tests.strategies.tracing import trace
 from tests.tools.printed import printed
 from tests.tools.small_models import run_of_balanced
@@ -22,7 +23,7 @@ from v41.passes.pipeline import ALONG, CUT_AT, run_pipeline
 from v41.plan import Plan
 from v41.report import CompileReport
 from v41.tools.cli import main
-from v41.tools.kernels import KernelFacts, compiled, kernels_of
+from v41.tools.kernels import KernelFacts, compiled, kernels_of, launches_of
 from v41.tools.kernels_command import compiled_table, kernel_named, launches_table
 from v41.tools.run import Run
 from v41.tools.run_folder import load, save
@@ -54,6 +55,14 @@ def test_the_kernel_is_the_one_that_the_backend_generates() -> None:
     assert isinstance(made, GeneratedPiece)
     assert (kernel.name, kernel.source) == (made.kernel.name, made.kernel.source)
     assert kernel.regions[0].startswith("mhc_boundary")
+
+
+def test_a_kernel_of_several_functions_is_listed_without_launches() -> None:
+    kernel = Case(keep=3).kernel
+    facts = KernelFacts(kernel.name, ("index_scores",), ("piece_0",), kernel.source, tuple(launches_of(kernel)))
+    assert facts.launches == ()
+    (line,) = [line for line in printed(launches_table([facts], (1,))) if kernel.name in str(line)]
+    assert "untold" in str(line)
 
 
 def test_launches_are_those_of_a_step_of_real_tensors() -> None:
