@@ -118,7 +118,7 @@ class LateRows:
         self.late |= dict.fromkeys(node for node in gm.graph.nodes if self.compacts(node))
         for node in reversed(gm.graph.nodes):
             if node.users and node not in self.late and self._may_move(node) and self._is_read_late(node):
-                self.late |= {} if self._reads_long(node) else {node: None}
+                self.late[node] = None
 
     # ---- who is late
 
@@ -203,7 +203,9 @@ class LateRows:
             return False
         flows = self.forward.flows.get(node, [])
         rowwise = layout.space.kind == ROWS and bool(layout.dims) and all(flow.how == "same" for _, flow in flows)
-        return rowwise and node.target not in TAKES_ROWS and self.problem(node) is None
+        if not rowwise or node.target in TAKES_ROWS or self._reads_long(node):
+            return False
+        return self.problem(node) is None
 
     def _is_read_late(self, node: Node) -> bool:
         """Whether late nodes alone read it, and of it the rows that they have."""
