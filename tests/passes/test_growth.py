@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
+from tests.counted import calls_of
 from tests.strategies.mhc import Stack
 from tests.strategies.tracing import trace
 from v41.passes.pipeline import run_pipeline
+from v41.report import PassRun
 
 
 def calls(sites: int) -> int:
@@ -15,18 +14,8 @@ def calls(sites: int) -> int:
     stack = Stack(sites=sites)
     fn, rows, weights = stack.to_trace()
     gm = trace(fn, rows, static=weights)
-    count = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        _, runs = run_pipeline(gm)
-    finally:
-        sys.setprofile(before)
+    runs: list[PassRun] = []
+    count = calls_of(lambda: runs.extend(run_pipeline(gm)[1]))
     assert sum(run.made.get("mhc_boundary seam", 0) + run.made.get("mhc_boundary entry", 0) for run in runs) == sites
     return count
 
