@@ -172,7 +172,7 @@ def test_ratios_and_memory() -> None:
 def test_a_line_tells_times_where_there_are_any() -> None:
     record = {"contender": "v41", "case": "decode 1", "floor_us": 1.8}
     assert "not timed, floor 1.8" in line(record) and "None" not in line(record)
-    assert "7.5 us, host 3.0, floor 1.8" in line({**record, "us": 7.5, "host_us": 3.0})
+    assert "7.5 us, host 3.0 and 2.0, floor 1.8" in line({**record, "us": 7.5, "host_us": 3.0, "ahead_us": 2.0})
 
 
 def test_kernels_by_origin_and_the_costliest() -> None:

@@ -2,7 +2,8 @@
 
     us          a step, CUDA events around each of many steps in a row, median
     idle_us     the same from an idle device, so with the host's time before the first kernel
-    host_us     until the call returns, on an idle device
+    host_us     until the call returns, on an idle device: the driver wakes up, too
+    ahead_us    until the call returns, of steps in a row: the host of a loop that need not wait for results
     origin      kernels of one step and their µs: generated, inductor, library; beside it the costliest kernels by name
     floor_us    bytes of the weights that the step reads / the copy rate; above_us is what lies above it
     bytes       the most a step allocates
@@ -160,16 +161,18 @@ def measure(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: boo
 
 
 def times(step: Callable[[], object]) -> dict[str, float]:
-    """us, idle_us and host_us of a step, each a median."""
+    """us, idle_us, host_us and ahead_us of a step, each a median."""
     count = min(MOST, max(FEWEST, int(SECONDS * 1e6 / cost(step)[0])))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    idle, host, ahead = [], [], []
     events[0].record()
     for event in events[1:]:
+        began = time.perf_counter_ns()
         step()
+        ahead.append((time.perf_counter_ns() - began) / 1000)
         event.record()
     torch.cuda.synchronize()
     us = [before.elapsed_time(after) * 1000 for before, after in pairwise(events)]
-    idle, host = [], []
     for _ in range(count):
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -180,10 +183,10 @@ def times(step: Callable[[], object]) -> dict[str, float]:
         end.record()
         end.synchronize()
         idle.append(start.elapsed_time(end) * 1000)
-    return {name: round(statistics.median(each), 1) for name, each in zip(NAMED, (us, idle, host), strict=True)}
+    return {name: round(statistics.median(each), 1) for name, each in zip(NAMED, (us, idle, host, ahead), strict=True)}
 
 
-NAMED = ("us", "idle_us", "host_us")
+NAMED = ("us", "idle_us", "host_us", "ahead_us")
 
 
 def clean_up() -> None:
@@ -226,7 +229,7 @@ def memory(result: Record) -> dict[str, Any]:
 
 
 def line(record: Record) -> str:
-    timed = f"{record['us']} us, host {record['host_us']}" if "us" in record else "not timed"
+    timed = f"{record['us']} us, host {record['host_us']} and {record['ahead_us']}" if "us" in record else "not timed"
     told = record.get("error") or f"{timed}, floor {record['floor_us']}"
     rows = record.get("agreement")
     judged = f", KL {rows['max_kl']:.2g}, {rows['failed']} of {rows['rows']} fail" if rows else ""
@@ -235,7 +238,9 @@ def line(record: Record) -> str:
 
 def overview(records: Sequence[Record]) -> Table:
     """A line a case and contender, by case."""
-    columns = ("us", "above", "replay us", "idle us", "host us", "launches", "MiB", "KL", "failed", "first s")
+    columns = (
+        "us", "above", "replay us", "idle us", "host us", "ahead us", "launches", "MiB", "KL", "failed", "first s",
+    )  # fmt: skip
     made = table("case", "contender", *columns, left=2)
     for case in dict.fromkeys(record["case"] for record in records):
         for r in (record for record in records if record["case"] == case and "error" not in record):
@@ -244,8 +249,8 @@ def overview(records: Sequence[Record]) -> Table:
             mib = round(r["bytes"] / 2**20) if "bytes" in r else None
             agreement = r["agreement"]
             add(made, case, r["contender"], whole(r.get("us")), whole(above), whole(r.get("replay_us")),
-                whole(r.get("idle_us")), whole(r.get("host_us")), launches, mib, agreement["max_kl"],
-                agreement["failed"], r["first_s"])  # fmt: skip
+                whole(r.get("idle_us")), whole(r.get("host_us")), whole(r.get("ahead_us")), launches, mib,
+                agreement["max_kl"], agreement["failed"], r["first_s"])  # fmt: skip
     return made
 
 
