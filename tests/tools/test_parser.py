@@ -42,7 +42,7 @@ def test_every_command_has_an_example_in_its_help() -> None:
     ("typed", "told"),
     [(["insepct"], "the nearest is inspect"), (["cost", "--tokns", "3"], "the nearest is --tokens"),
      (["kernels", "--arch", "sm90"], "the nearest is sm_90"), (["bench", "rowise"], "the nearest is rowwise"),
-     (["completion", "csh"], "invalid choice"), (["cost", "--tokens", "0"], "0 is not 1 or more"),
+     (["completion", "csh"], "invalid choice"), (["cost", "--tokens", "0"], "0 is not a whole number"),
      (["cost", "--size", "rows"], "rows is not NAME=NUMBER")],
 )  # fmt: skip
 def test_a_mistyped_word_is_answered_with_the_nearest(
