@@ -173,7 +173,8 @@ def build(
 
         plan, run = overlapped(in_buckets(plan, options.buckets or {}), device, compiled, strict=options.strict)
         report.passes.append(run)
-        who = f"{who}; {run.applied} of {len(run.decisions)} sites, at {pays_told(plan)} rows"
+        told = f"{run.applied} of {len(run.decisions)} sites, at {pays_told(plan)} rows"
+        who = f"{who}; {told if run.failure is None else f'assign_streams failed: {run.failure.splitlines()[0]}'}"
     report.options["overlap"] = ("on" if plan.overlapped else "off", who)
     narrowed = sum(getattr(made, "narrowed", 0) for made in artifacts.values())
     if narrowed:

@@ -157,7 +157,7 @@ def test_ratios_and_memory() -> None:
 
     records = [
         record("v41", 20.0), record("eager", 100.0), record("compile", 50.0), record("reduce-overhead", 30.0),
-        record("max-autotune", None), record("v41-uncaptured", 40.0, bytes=5),
+        record("max-autotune", None), record("v41-uncaptured", 40.0, bytes=3, reserved=5),
     ]  # fmt: skip
     assert ratios(records) == {"decode 1": {
         "over eager": 0.2, "over compile": 0.4, "over reduce-overhead": 0.667, "over v41-uncaptured": 0.5,

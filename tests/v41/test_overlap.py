@@ -149,6 +149,17 @@ def test_each_rung_has_the_plan_of_its_sites(calls: Calls, monkeypatch: pytest.M
         assert calls.count("switch 1") == switches, rows
 
 
+def test_a_failure_is_told_where_side_streams_are(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(overlap, "assign_streams", broken)
+    fast, weights, (report,) = compiled(overlap="on", capture="off")
+    assert report.options["overlap"] == ("off", "options; assign_streams failed: RuntimeError: out of memory")
+    check_bits(fast, weights, 4)
+    assert not calls
+
+
 def test_rungs_are_told_in_runs() -> None:
     bare = plan("x", "y", "a: x -> y,")
     made = replace(bare, buckets={"rows": (1, 2, 4, 8, 16)}, overlapped=replace(bare, pays_at=(1, 2, 8)))

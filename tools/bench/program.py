@@ -6,7 +6,7 @@
     ahead_us    until the call returns, of steps in a row: the host of a loop that need not wait for results
     origin      kernels of one step and their µs: generated, inductor, library; beside it the costliest kernels by name
     floor_us    bytes of the weights that the step reads / the copy rate; above_us is what lies above it
-    bytes       the most a step allocates
+    bytes       the most a step allocates; reserved: what the allocator takes from the device for that, in its blocks
     replay_us   v41: the graph alone; guarded_*: the same step behind Dynamo's guards; read_*, compare_*, copy_in_*,
                 copy_out_*: the other parts of a step on the host, each alone
 
@@ -152,12 +152,23 @@ def measure(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: boo
         return found
     found |= times(step)
     found["bytes"] = min(cost(step)[1] for _ in range(3))
+    found["reserved"] = reserved(step)
     launched = timing.kernels(step)
     found["origin"] = timing.by_origin(launched, one.kernels())
     found["costliest"] = timing.costliest(launched)
     for name, part in one.alone().items():
         found |= {f"{name}_{unit}": value for unit, value in times(part).items()}
     return found
+
+
+def reserved(step: Callable[[], object]) -> int:
+    """Bytes that the allocator takes from the device for a step, where it holds no free block."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_reserved() - before
 
 
 def times(step: Callable[[], object]) -> dict[str, float]:
@@ -216,13 +227,14 @@ def ratios(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def memory(result: Record) -> dict[str, Any]:
-    """Bytes of all graphs of v41 together, of the largest step uncaptured, and the ratio, which should be nearly 1.
+    """Bytes of all graphs of v41 together, of the largest step uncaptured, and the ratio, which should be near 1: what
+    the allocator took from the device for either.
 
     It takes the contenders v41 and v41-uncaptured; no ratio without them.
     """
     compiles = result["contenders"].get("v41", {}).get("compiles", [])
     pools = [found["captures"]["pool_bytes"] for found in compiles if found["captures"]]
-    steps = [r["bytes"] for r in result["records"] if r["contender"] == "v41-uncaptured" and "bytes" in r]
+    steps = [r["reserved"] for r in result["records"] if r["contender"] == "v41-uncaptured" and "reserved" in r]
     graphs, largest = sum(pools), max(steps, default=0)
     ratio = round(graphs / largest, 3) if graphs and largest else None
     return {"graphs": graphs, "largest step uncaptured": largest, "ratio": ratio}
