@@ -30,13 +30,14 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_codegens(capacity)
     program = cases.add_parser("program", help="whole steps: v41 against eager and the modes of torch.compile")
     add_program(program)
+    add_sharded(sharded := cases.add_parser("sharded", help="decode steps that ranks share, their sums fused or not"))
     add_alone(alone := cases.add_parser("alone", help="rows of decode steps, bit by bit: alone and among others"))
     add_overlap(overlap := cases.add_parser("overlap", help="decode steps with side streams against one stream"))
     add_prefill(prefill := cases.add_parser("prefill", help="prompts with late layers on all rows, and on those read"))
     add_tables(tables := cases.add_parser("tables", help="Engram look-ups in tables of the host: mapped, pinned"))
     add_compile(compiled := cases.add_parser("compile", help="what capturing a model costs, by phase and by layers"))
     made = (boundary, rowwise, attention, index, allreduce, experts, agreement, capacity, program, overlap, prefill)
-    for case in (*made, alone, tables, compiled):
+    for case in (*made, sharded, alone, tables, compiled):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
 
@@ -88,7 +89,7 @@ def add_experts(command: argparse.ArgumentParser) -> None:
 def add_allreduce(command: argparse.ArgumentParser) -> None:
     modes = "bench: times (the default); check: values, bits, replays with ranks adrift, a rank that stays away"
     command.add_argument("mode", nargs="?", choices=("bench", "check"), default="bench", help=modes)
-    rows, cases = [1, 2, 5, 16, 40, 64, 256, 1024, 4096], ["critical", "seam", "residual"]
+    rows, cases = [1, 2, 5, 16, 40, 64, 256, 1024, 4096], ["critical", "seam", "residual", "combine"]
     command.add_argument("--ranks", type=positive, nargs="+", default=[2], metavar="N",
                          help="of a group, one group after the other (2); under torchrun, its own")  # fmt: skip
     command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
@@ -112,6 +113,22 @@ def add_program(command: argparse.ArgumentParser) -> None:
     command.add_argument("--contenders", choices=[*default, "max-autotune"], nargs="+", default=default, metavar="NAME",
                          help=f"{spaced(default)} (these), max-autotune")  # fmt: skip
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how v41's pieces run (auto)")
+    command.add_argument("--budget", type=float, default=480, help="seconds after which nothing starts (480)")
+    command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: all but the times (cuda)")
+
+
+def add_sharded(command: argparse.ArgumentParser) -> None:
+    rows, default = [1, 16, 64, 256], ["fused", "library", "reduce-overhead"]
+    command.add_argument("--preset", default="bench", metavar="NAME", help=f"{PRESETS} (bench)")
+    command.add_argument("--cut", action="store_true", help="four layers of it, one of each kind")
+    command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N",
+                         help=f"of steps that decode ({spaced(rows)})")  # fmt: skip
+    command.add_argument("--context", type=positive, default=4096, metavar="N", help="tokens of each request (4096)")
+    command.add_argument("--contenders", choices=[*default, "compile", "max-autotune"], nargs="+", default=default,
+                         metavar="NAME", help=f"{spaced(default)} (these), compile, max-autotune")  # fmt: skip
+    command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how v41's pieces run (auto)")
+    command.add_argument("--stress", type=int, default=10_000, metavar="N",
+                         help="steps of the fewest rows while ranks drift apart; 0: none (10000)")  # fmt: skip
     command.add_argument("--budget", type=float, default=480, help="seconds after which nothing starts (480)")
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: all but the times (cuda)")
 
@@ -163,3 +180,4 @@ def add_compile(command: argparse.ArgumentParser) -> None:
     command.add_argument("--preset", default="flash", metavar="NAME", help="tiny, bench or flash (flash)")
     command.add_argument("--layers", type=positive, nargs="+", default=[10, 20, 40], metavar="N", help="(10 20 40)")
     add_codegen(command)
+    command.set_defaults(codegen="triton")

@@ -104,6 +104,13 @@ class BenchNeedsGPU(V41Error):
     fix = "run it where torch.cuda.is_available() is true"
 
 
+class BenchNeedsRanks(V41Error):
+    """facts: found."""
+
+    found = "a benchmark measures a model that several ranks share, and found {found}"
+    fix = "start it with torchrun --nproc-per-node 2 -m v41.tools.cli bench sharded"
+
+
 class NoInspection(V41Error):
     """facts: reason."""
 

@@ -109,11 +109,11 @@ class Inductor(Eager):
 
 
 class Ours(Eager):
-    """backend="v41", compiled once for all cases."""
+    """backend="v41", compiled once for all cases. options: further ones."""
 
-    def __init__(self, model: V41ForCausalLM, codegen: str, capture: str) -> None:
+    def __init__(self, model: V41ForCausalLM, codegen: str, capture: str, **options: Any) -> None:
         super().__init__(model)
-        self.options: dict[str, Any] = {"codegen": codegen, "capture": capture}
+        self.options: dict[str, Any] = {"codegen": codegen, "capture": capture, **options}
         self.compiled = torch.compile(model, backend="v41", fullgraph=True, options=self.options)
         self.fast = v41.past_guards(self.compiled) if capture == "auto" else None
         self.reports: list[CompileReport] = []

@@ -46,6 +46,7 @@ from v41.tools.tables import add, table
 WARM = 4  # further steps before the first that counts: v41 captures the second of its sizes, Inductor the third
 SECONDS, FEWEST, MOST = 0.6, 5, 50  # a time is the median of so many steps as fit
 Record = dict[str, Any]
+Slowest = Callable[[float], float]
 
 
 def bench_command(arguments: Namespace) -> int:
@@ -126,19 +127,19 @@ def references(model: V41ForCausalLM, cases: Sequence[Case], result: Record) -> 
     return found
 
 
-def attempt(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: bool) -> Record:
-    """Everything measured of one case, or the error; after either the cache is as good as before."""
+def attempt(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: bool, slowest: Slowest = float) -> Record:
+    """All that is measured of one case, or the error; after either the cache is as good as before. slowest: see times."""
     started = time.perf_counter()
     try:
         with torch.no_grad():
-            found = measure(one, case, truth, timed)
+            found = measure(one, case, truth, timed, slowest)
     except Exception as error:
         lines = str(error).strip().splitlines() or ["no message"]
         found = {"error": f"{type(error).__name__}: {' | '.join(lines[:6])[:1000]}"}
     return {**found, "seconds": round(time.perf_counter() - started, 1)}
 
 
-def measure(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: bool) -> Record:
+def measure(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: bool, slowest: Slowest) -> Record:
     started = time.perf_counter()
     step = one.step(case)
     logits = step()
@@ -150,14 +151,14 @@ def measure(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: boo
     del logits
     if not timed:
         return found
-    found |= times(step)
+    found |= times(step, slowest)
     found["bytes"] = min(cost(step)[1] for _ in range(3))
     found["reserved"] = reserved(step)
     launched = timing.kernels(step)
     found["origin"] = timing.by_origin(launched, one.kernels())
     found["costliest"] = timing.costliest(launched)
     for name, part in one.alone().items():
-        found |= {f"{name}_{unit}": value for unit, value in times(part).items()}
+        found |= {f"{name}_{unit}": value for unit, value in times(part, slowest).items()}
     return found
 
 
@@ -171,9 +172,10 @@ def reserved(step: Callable[[], object]) -> int:
     return torch.cuda.memory_reserved() - before
 
 
-def times(step: Callable[[], object]) -> dict[str, float]:
-    """us, idle_us, host_us and ahead_us of a step, each a median."""
-    count = min(MOST, max(FEWEST, int(SECONDS * 1e6 / cost(step)[0])))
+def times(step: Callable[[], object], slowest: Slowest = float) -> dict[str, float]:
+    """us, idle_us, host_us and ahead_us of a step, each a median. slowest: of ranks that must run as many steps, the µs
+    that all go by, from this one's."""
+    count = min(MOST, max(FEWEST, int(SECONDS * 1e6 / slowest(cost(step)[0]))))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     idle, host, ahead = [], [], []
     events[0].record()
