@@ -128,7 +128,7 @@ def references(model: V41ForCausalLM, cases: Sequence[Case], result: Record) -> 
 
 
 def attempt(one: Contender, case: Case, truth: tuple[Tensor, Tensor], timed: bool, slowest: Slowest = float) -> Record:
-    """All that is measured of one case, or the error; after either the cache is as good as before. slowest: see times."""
+    """All that is measured of a case, or the error; after either the cache is as good as before. slowest: see times."""
     started = time.perf_counter()
     try:
         with torch.no_grad():
