@@ -31,7 +31,7 @@ from v41._compat import outside_fake_mode, size_with
 from v41.passes import spans
 from v41.passes.analysis.probe import ROWS, evaluate
 from v41.passes.index_choice import Parts, find_parts
-from v41.passes.index_parts import FAILURES
+from v41.passes.index_parts import FAILURES, walk
 from v41.passes.matching import (
     RESHAPES,
     absorb,
@@ -149,15 +149,16 @@ class Site:
         if parts.cache is None or parts.entries is None or not isinstance(shape(parts.cache)[1], int):
             return None
         last = int(shape(parts.cache)[1]) - 1
-        nodes = parts.run([parts.entries], parts.at[1])
-        if parts.at[1] not in (parts.entries, *nodes):  # it hangs on more than entry numbers
+        numbers = walk(parts.entries, lambda node: node.target in RESHAPES)  # a mask may have a view of its own
+        nodes = parts.run([numbers], parts.at[1])
+        if parts.at[1] not in (numbers, *nodes):  # it hangs on more than entry numbers
             return None
         with outside_fake_mode():
             count = size_with(parts.entry_count, ROWS)
             entry = torch.linspace(0, 2 * last + 2, max(count, 1)).long()[:count]
             entry[-1] = FAR
             try:
-                drawn = {parts.entries: entry.reshape(_sizes(parts.entries))}
+                drawn = {numbers: entry.reshape(_sizes(numbers))}
                 found = evaluate(nodes, drawn, parts.at[1], keep_types=True)
             except FAILURES:
                 return None

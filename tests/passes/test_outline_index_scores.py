@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -47,11 +48,12 @@ THREE = (
 
 
 @cache
-def traced(indexer: Indexer) -> GraphModule:
+def traced(indexer: Indexer, numbers: bool = False) -> GraphModule:
     """Flawed ones with sizes that are numbers: that is quick."""
     fn, rows, weights = indexer.to_trace()
-    static = [*rows, *weights] if indexer.flaw else weights
-    gm = trace(fn, *() if indexer.flaw else rows, static=static, sizes=indexer.all_sizes)
+    numbers = numbers or bool(indexer.flaw)
+    static = [*rows, *weights] if numbers else weights
+    gm = trace(fn, *() if numbers else rows, static=static, sizes=indexer.all_sizes)
     apply(canonicalize, gm)
     return gm
 
@@ -103,6 +105,13 @@ def check(indexer: Indexer) -> bool:
 @pytest.mark.parametrize("indexer", [pytest.param(each, marks=SLOW) for each in THREE[:2]] + [THREE[2]])
 def test_three_spellings_are_indexers(indexer: Indexer) -> None:
     assert check(indexer)
+
+
+def test_a_mask_that_views_entry_numbers_in_its_own_way_hides_no_reach() -> None:
+    gm = copy_program(traced(replace(THREE[1], chunk=3), numbers=True))
+    (decision,) = apply(outline_index_scores, gm)
+    assert decision.region is not None, decision
+    assert (decision.region.attrs["spread"], decision.region.attrs["reach"]) == (3, CAPACITY - 1)
 
 
 @SLOW

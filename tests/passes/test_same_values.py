@@ -130,4 +130,8 @@ def test_the_values_of_a_whole_model_are_compared_after_every_pass() -> None:
     options = {"codegen": "eager", "verify": "numeric"}
     with torch.no_grad(), collect() as reports:
         torch.compile(V41ForCausalLM(config), backend="v41", options=options)(batch, cache)
-    assert [(run.failure, run.warning) for run in reports[0].passes] == [(None, None)] * len(PIPELINE)
+    runs = reports[0].passes
+    assert [run.failure for run in runs] == [None] * len(PIPELINE)
+    not_compared = {run.name: run.warning for run in runs if run.warning}
+    assert not_compared.keys() == {"trim_replay"}  # random numbers keep no promises of a batch
+    assert "rests on promises of a batch" in str(not_compared["trim_replay"])
