@@ -18,4 +18,16 @@ EQUIVALENT: dict[str, str] = {
     " floors no mask is known to be theirs, and no window stops",
     "passes/analysis/row_rules.py rule_of: is_pointwise and (not random) and (not written_args(node))  ->  is_pointwise"
     " and (not written_args(node))": "no operator of torch is tagged as both",
+    "passes/analysis/algebra.py expression: _integer(size) if isinstance(size, int) else _expression(as_python(size))"
+    "  ->  _expression(as_python(size))": "the text of a number is evaluated to it",
+    "passes/analysis/algebra.py multiple: unit != 0 and (size / unit).is_integer is True  ->"
+    "  (size / unit).is_integer is True": "what is divided by 0 is no integer to sympy",
+    "passes/analysis/masks.py _try: one.dtype.itemsize == 1  ->  False": "torch 2.13 chooses among values of all types"
+    " of one byte; 2.11, with which a test fails, does not for fp4",
+    "passes/analysis/masks.py _Spread.ends: at in done  ->  False": "what is run again gives the same",
+    "passes/analysis/masks.py _Spread.ends: node.op == 'output' or effect_of(node) is not None or (not isinstance("
+    "node.meta.get('val'), HELD))  ->  effect_of(node) is not None or not isinstance(node.meta.get('val'), HELD)": ""
+    "what is returned has no meta, and is no operator that runs",
+    "passes/analysis/masks.py _is_mask: node.op == 'call_function' and value is not None and (value.dtype is"
+    " torch.bool)  ->  value is not None and value.dtype is torch.bool": "only calls read masks and are tensors",
 }
