@@ -9,12 +9,14 @@ of a kernel, and Inductor inlines it unasked. Outlining moves nodes, in order, a
 One kind may hold a collective, `REDUCED`: what ranks add up, with what reads the sum.
 
     body    part, ... -> all_reduce(part, "sum", group) -> wait_tensor -> casts, views, sums with others -> a nested
-            region (an mHC boundary, post map or exit, or a norm with its tail) -> its outputs, values on the way
+            region (an mHC boundary, post map or exit, or a norm with its tail) -> its outputs, values on the way;
+            after take_in_combine the part may be made in front: rows, places, ... -> part
     attrs   form        of what reads the sum: "seam", "post", "exit", "norm" (and "after_engram" ... as mHC names them)
             group       name of the process group; ranks: how many it has; reduce_op: "sum"
             dtype       of what goes over the wire, torch's name: "bfloat16"
-            part        which operand is this rank's part; nothing else in the body reads it
-            operands    a role each: "part", "residual" (what is added on the way), and those of the nested region
+            part        which operand is this rank's part, None where the body makes it; nothing else there reads it
+            operands    a role each: "part", "residual" (what is added on the way), and those of the nested region; in
+                        front "rows" of experts, each of them one "places" names by a number from 0 on, and "term"
             outputs     a role each: "reduced" (the sum, up to views and casts), "sum" (the sum with others added), and
                         those of the nested region
             reduced     which outputs are "reduced": there is one only where others read the sum, too
@@ -195,15 +197,53 @@ def neighbour_of(body: GraphModule) -> Node:
 def behind_sum(body: GraphModule) -> GraphModule:
     """What a `REDUCED` region does once the sum is there: its body without collective and wait, flattened.
 
-    Placeholders and outputs are those of the body, in order; the one of this rank's part stands for the sum.
+    Outputs are those of the body, in order. So are placeholders, and the one of this rank's part stands for the sum;
+    where the body makes the part, the sum comes first, and what nothing here reads is gone.
     """
     flat = flatten(body)
+    begin, wait = _sum_of(flat)
+    part: Any = begin.args[0]
+    made = part.op != "placeholder"
+    if made:
+        first = next(iter(flat.graph.nodes))
+        with flat.graph.inserting_before(first):
+            total = flat.graph.placeholder("total")
+        total.meta["val"] = wait.meta["val"]
+        part = total
+    wait.replace_all_uses_with(part)
+    flat.graph.erase_node(wait)
+    flat.graph.erase_node(begin)
+    return _without_unread(flat) if made else _recompiled(flat)
+
+
+def front_of_sum(body: GraphModule) -> GraphModule | None:
+    """What a `REDUCED` region does before: the nodes that make this rank's part, which is the one output; flattened,
+    with what they read. None where the part is an operand."""
+    flat = flatten(body)
+    begin, _ = _sum_of(flat)
+    part: Any = begin.args[0]
+    if part.op == "placeholder":
+        return None
+    flat.graph.output_node().args = ((part,),)
+    return _without_unread(flat)
+
+
+def _sum_of(flat: GraphModule) -> tuple[Node, Node]:
+    """The collective of a flattened body, and its wait."""
     (wait,) = flat.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default)
     begin = wait.args[0]
     assert isinstance(begin, Node) and isinstance(begin.args[0], Node)
-    wait.replace_all_uses_with(begin.args[0])
-    flat.graph.erase_node(wait)
-    flat.graph.erase_node(begin)
+    return begin, wait
+
+
+def _without_unread(flat: GraphModule) -> GraphModule:
+    for node in reversed(list(flat.graph.nodes)):
+        if node.op != "output" and not node.users:
+            flat.graph.erase_node(node)
+    return _recompiled(flat)
+
+
+def _recompiled(flat: GraphModule) -> GraphModule:
     flat.recompile()
     return flat
 

@@ -83,7 +83,7 @@ def pass_over(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> G
     emitter = Emitter(phases, block)
     return GeneratedKernel(
         full,
-        header(full, body, program, phases, block) + emitter.kernel(full),
+        header(full, body, program.inputs, program, phases, block) + emitter.kernel(full),
         program.inputs,
         [tensor for tensor, _ in program.outputs],
         [(tile.dtype, program.axes.width) for tile in phases.scratch],

@@ -57,7 +57,7 @@ class Emitter(Lines):
 
     def kernel(self, name: str) -> str:
         """The function's text, imports and helpers in front."""
-        pointers = [f"{tensor.name}_ptr" for tensor in [*filter(None, self.program.inputs), *self._outputs()]]
+        pointers = [f"{tensor.name}_ptr" for tensor in [*self._inputs(), *self._outputs()]]
         scratch = [f"scratch_{slot}_ptr" for slot in range(len(self.phases.scratch))]
         arguments = ", ".join([*pointers, *scratch, "partials", "totals", "counters", *self.more, "T"])
         names = ("ROWS", "GROUP", "PARTS", "TAIL", "STAGES", "STEP", "SHARE", "PDL", *self.more_constants)
@@ -79,6 +79,9 @@ class Emitter(Lines):
 
     def _before(self) -> None:
         """What a program does before its first phase: nothing here."""
+
+    def _inputs(self) -> list[Tensor]:
+        return [tensor for tensor in self.program.inputs if tensor is not None]
 
     def _outputs(self) -> list[Tensor]:
         return [tensor for tensor, _ in self.program.outputs]

@@ -11,16 +11,18 @@ from v41.lowering.rowwise.read import Program, Tensor
 from v41.lowering.rowwise.schedule import runs
 
 
-def header(name: str, body: GraphModule, program: Program, phases: Phases, block: int) -> str:
-    """The docstring of kernel `name`."""
-    inputs = [tensor for tensor in program.inputs if tensor is not None]
+def header(
+    name: str, body: GraphModule, inputs: list[Tensor | None], program: Program, phases: Phases, block: int
+) -> str:
+    """The docstring of kernel `name`, which reads `inputs`."""
+    read = [tensor for tensor in inputs if tensor is not None]
     outputs = [tensor for tensor, _ in program.outputs]
     lines = [
-        *_facts(name, body, inputs, outputs),
+        *_facts(name, body, read, outputs),
         f"tile      ROWS rows by chunks of {block} columns; PARTS programs share a row, the last to arrive finishes it",
         *_split(program.axes.width, block),
         f"phases    {len(phases.each)}: {'; '.join(_phase(phases, i) for i in range(len(phases.each)))}",
-        traffic(inputs, outputs),
+        traffic(read, outputs),
     ]
     return '"""' + "\n".join(lines) + '\n"""\n\n'
 
@@ -83,7 +85,7 @@ def described(tensor: Tensor) -> str:
 
 
 def _bytes(tensors: list[Tensor], per_row: bool) -> str:
-    return f"{sum(t.elements * t.dtype.itemsize for t in tensors if t.per_row == per_row):,}"
+    return f"{sum(t.elements * t.dtype.itemsize for t in tensors if (None in t.shape) == per_row):,}"
 
 
 def _phase(phases: Phases, index: int) -> str:

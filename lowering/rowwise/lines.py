@@ -43,7 +43,7 @@ class Lines:
         if column:
             terms.append(times("cols", int(str(column))))
         guards = ["live"] * bool(row) + ["columns"] * bool(column and masked)
-        guard = f", mask={' & '.join(guards)}, other={'0' if expr.dtype == torch.bool else '0.0'}" if guards else ""
+        guard = f", mask={' & '.join(guards)}, other={'0.0' if expr.dtype.is_floating_point else '0'}" if guards else ""
         text = f"tl.load({' + '.join(terms)}{guard})"
         if not row or column:
             return text

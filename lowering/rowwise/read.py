@@ -141,7 +141,7 @@ def _input(program: Program, index: int, node: Node) -> Any:
     program.inputs.append(tensor)
     program.builder.name = node.name
     try:
-        return _elements(program, index, tensor, tuple(meta.shape))
+        return elements(program, index, tensor, tuple(meta.shape))
     except Refused as refusal:
         raise NotRowwise(node, refusal.reason) from None
 
@@ -154,7 +154,8 @@ def _same_rows(program: Program, node: Node, rows: int | torch.SymInt) -> None:
         raise NotRowwise(node, f"has {rows} rows beside others of {program.rows}")
 
 
-def _elements(program: Program, source: int, tensor: Tensor, shape: tuple[Any, ...]) -> Value:
+def elements(program: Program, source: int, tensor: Tensor, shape: tuple[Any, ...]) -> Value:
+    """What each element of input number `source` is, a `tensor` of that `shape`."""
     axes, dims = program.axes, tuple(map(program.axes.factors, shape))
     if tensor.elements > SMALL_LIMIT * max(axes.width, 1):
         raise Refused("holds too many values a row and column")
@@ -205,10 +206,11 @@ def walk(
 
 
 def _run(program: Program, body: GraphModule, arguments: list[Any]) -> list[Any]:
-    return walk(program.builder, body, arguments, partial(_call, program))
+    return walk(program.builder, body, arguments, partial(value_of, program))
 
 
-def _call(program: Program, node: Node, env: dict[Node, Any]) -> Any:
+def value_of(program: Program, node: Node, env: dict[Node, Any]) -> Any:
+    """What `node` of a body returns, `env` holding what it reads. Refused."""
     if node.target is invoke_subgraph:
         return _run(program, body_of(node), [env[arg] for arg in node.args[2:]])  # type: ignore[index]
     if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):

@@ -290,7 +290,6 @@ def test_a_kernel_without_shared_memory_says_so() -> None:
 
 REFUSED: dict[str, Callable[..., Any]] = {
     "reduces by max": lambda y, w: functional.wait_tensor(functional.all_reduce(y, "max", "0")) * w,
-    "is computed by the kernel": lambda y, w: summed(y * 2) * w,
     "is read as one rank's part too": lambda y, w: summed(y) * w + y,
     "not one all_reduce": lambda y, w: summed(summed(y)) * w,
     "does not know": lambda y, w: summed(y).cumsum(-1) * w,

@@ -3,6 +3,9 @@
     before   part -> all_reduce -> wait_tensor -> casts, views -> post map, collapse, norm (or whatever works by rows)
     after    a SummingKernel: one launch for few rows, a handful for many (launch.py)
 
+    before   rows of experts, shared expert -> part -> all_reduce ...
+    after    the same kernel, which makes the part as it sends it (front.py)
+
 The body is any whose rows are independent, or it is refused with the reason. How ranks hand each other rows, and why it
 is right, is in protocol.py. The sum is added in the order of ranks, in fp32, and rounded as the collective rounds its
 result, so all ranks hold the same bits.
@@ -20,11 +23,12 @@ from v41.lowering.rowwise.axes import Refused
 from v41.lowering.rowwise.fuse import fuse
 from v41.lowering.rowwise.header import header
 from v41.lowering.rowwise.phases import assign_phases
-from v41.lowering.rowwise.read import NotRowwise, described, read
+from v41.lowering.rowwise.read import NotRowwise, Program, described, read
+from v41.lowering.templates.all_reduce.front import Front, SumOf, read_front
 from v41.lowering.templates.all_reduce.launch import SummingKernel
-from v41.lowering.templates.all_reduce.protocol import shots_of_two
 from v41.lowering.templates.all_reduce.text import ROWS_OF_SUM, SummingEmitter
-from v41.regions import behind_sum, flatten
+from v41.lowering.templates.all_reduce.two_shots import shots_of_two
+from v41.regions import behind_sum, flatten, front_of_sum
 
 __all__ = ["SummingKernel", "generate", "group_of"]
 
@@ -54,24 +58,27 @@ def generate(
 def _generate(body: GraphModule, ranks: int, name: str, block: int) -> SummingKernel:
     flat = flatten(body)
     part = _part_of(flat)
-    placeholders = [node for node in flat.graph.nodes if node.op == "placeholder"]
-    number = placeholders.index(part)
     source = described(part.name, part)
     _check_part(part, source, ranks)
-    behind = behind_sum(flat)
+    behind, before = behind_sum(flat), front_of_sum(flat)
     program = read(behind)
-    program.once = number
+    placeholders = [node.name for node in flat.graph.find_nodes(op="placeholder")]
+    number = program.once = 0 if before is not None else placeholders.index(part.name)
     loads = [expr for expr in program.builder.order if expr.op == "load" and expr.data[0] == number]
     if not loads or not all(expr.wide and expr.row for expr in loads):
         raise NotRowwise(part, "is short beside other rows, so programs do not share its columns")
+    front = None if before is None else read_front(before, program.axes)
+    inputs = program.inputs if front is None else _inputs_of_both(placeholders, behind, program, front)
     phases = assign_phases(fuse(program))
-    stem = f"{name}_{digest(_text(SummingEmitter(phases, block, number, ranks), 'kernel'))}"
-    emitter = SummingEmitter(phases, block, number, ranks)
-    source_text = header(stem, body, program, phases, block) + _text(emitter, stem)
+    sum_of = SumOf(number, source, ranks, inputs, front)
+    stem = f"{name}_{digest(_text(SummingEmitter(phases, block, sum_of), 'kernel'))}"
+    emitter = SummingEmitter(phases, block, sum_of)
+    source_text = header(stem, body, inputs, program, phases, block) + _text(emitter, stem)
+    folded = {} if front is None else front.folded
     return SummingKernel(
         stem,
         source_text,
-        program.inputs,
+        inputs,
         [tensor for tensor, _ in program.outputs],
         [(tile.dtype, program.axes.width) for tile in phases.scratch],
         emitter.partial_width,
@@ -80,21 +87,30 @@ def _generate(body: GraphModule, ranks: int, name: str, block: int) -> SummingKe
         program.axes.width,
         emitter.shareable,
         (),
-        number,
+        source,
+        None if front is not None else number,
+        tuple(i for i, name in enumerate(placeholders) if name in sum_of.sent),
+        {i: folded[name] for i, name in enumerate(placeholders) if name in folded},
         ranks,
         len(emitter.offsets),
         block,
     )
 
 
+def _inputs_of_both(placeholders: list[str], behind: GraphModule, program: Program, front: Front) -> list[Any]:
+    """The inputs of a body that makes its part, by their place in the body."""
+    read_behind = [node.name for node in behind.graph.find_nodes(op="placeholder")]
+    known = front.inputs | dict(zip(read_behind, program.inputs, strict=True))
+    return [known.get(name) for name in placeholders]
+
+
 def _text(emitter: SummingEmitter, name: str) -> str:
     emitter.helpers += ROWS_OF_SUM
-    part = emitter.source
-    return emitter.kernel(name) + shots_of_two(name, emitter.ranks, part.elements, part.stride, emitter.kind)
+    return emitter.kernel(name) + shots_of_two(name, emitter.sum)
 
 
 def _part_of(flat: GraphModule) -> Node:
-    """The placeholder that `flat` adds over ranks, or NotRowwise. Others may ask for its sizes."""
+    """What `flat` adds over ranks, or NotRowwise. Others may ask for its sizes."""
     found = [node for node in flat.graph.nodes if getattr(node.target, "namespace", None) in COLLECTIVES]
     begun: list[Any] = [node for node in found if node.target is functional.all_reduce.default]
     ended = [node for node in found if node.target is functional.wait_tensor.default]
@@ -106,8 +122,6 @@ def _part_of(flat: GraphModule) -> Node:
         raise NotRowwise(begin, "is read before it was waited for")
     if begin.args[1] != "sum":
         raise NotRowwise(begin, f"reduces by {begin.args[1]}")
-    if part.op != "placeholder":
-        raise NotRowwise(part, "is computed by the kernel that adds it up")
     if any(user is not begin and isinstance(user.meta.get("val"), torch.Tensor) for user in part.users):
         raise NotRowwise(part, "is read as one rank's part too, not in the sum alone")
     return part

@@ -76,9 +76,14 @@ class Launch(NamedTuple):
 
 @dataclass
 class SummingKernel(GeneratedKernel):
-    """`part`: which input is this rank's part of the sum over `ranks`; `tiles`: its element offsets in a row."""
+    """`summed`: what is added over `ranks`; part: which input is this rank's part of it, None where the kernel makes
+    it; sent: which inputs it is or is made of; folded: of which inputs a row has so many rows. `tiles`: element offsets
+    of the sum in a row."""
 
-    part: int
+    summed: Described
+    part: int | None
+    sent: tuple[int, ...]
+    folded: dict[int, int]
     ranks: int
     tiles: int
     block: int
@@ -95,13 +100,6 @@ class SummingKernel(GeneratedKernel):
     @property
     def chunks(self) -> int:
         return self.runs[0] * self.runs[1]
-
-    @property
-    def summed(self) -> Described:
-        """The input that is added up."""
-        part = self.inputs[self.part]
-        assert part is not None
-        return part
 
     def way_for(self, rows: int) -> Way:
         """One shot or two, and how."""
@@ -136,7 +134,9 @@ class SummingKernel(GeneratedKernel):
 
     def prepare(self, tensors: Sequence[Any], schedule: Any = None) -> Call:
         """The launches for `tensors`, outputs and scratch allocated; `schedule` is a Way. NoWorkspace, ChannelsFull."""
-        read, rows, device = self.given(tensors)
+        together = [each.unflatten(0, (-1, self.folded[i])) if i in self.folded else each
+                    for i, each in enumerate(tensors)]  # fmt: skip
+        read, rows, device = self.given(together)
         outputs = self.results(rows, device)
         launches: list[Launch] = []
         for first in range(0, rows, MOST):
@@ -195,7 +195,7 @@ class SummingKernel(GeneratedKernel):
     ) -> tuple[list[Launch], Tensor, Tensor, Channel]:
         """Scatter and gather, and what those wait for who read the sum."""
         given, part = self._workspace(), self.summed
-        mine = read[sum(what is not None for what in self.inputs[: self.part])]
+        mine = [read[sum(what is not None for what in self.inputs[:i])] for i in self.sent]
         width, size = part.elements, part.dtype.itemsize
         count = -(-units.most // units.rows) * units.shares
         capacity = -(-units.most // units.rows // self.ranks) * units.rows
@@ -216,7 +216,7 @@ class SummingKernel(GeneratedKernel):
         blocks, options = -(-rows // units.rows), {"num_warps": units.warps}
         epochs, rank = channel.counters, given.rank
         scatter = Launch(f"{self.name}_scatter", (blocks, units.shares),
-                         [mine, *inboxes, *arrived, epochs, rank, rows], constants, options)  # fmt: skip
+                         [*mine, *inboxes, *arrived, epochs, rank, rows], constants, options)  # fmt: skip
         owned = len(range(rank, blocks, self.ranks))
         gather = Launch(
             f"{self.name}_gather", (owned, units.shares),

@@ -1,6 +1,7 @@
 """text: a kernel in passes (rowwise/emit.py) whose rows of one input are the sum over ranks.
 
-    SHOTS 1      program: sends its columns of its rows, in words, then computes, receiving the sum chunk by chunk
+    SHOTS 1      program: sends its columns of its rows, in words, then computes, receiving the sum chunk by chunk;
+                 what it sends it loads, or makes (front.py)
     SHOTS 2      program: waits for the rows that gather has put into `reduced`, then computes, reading them there
 
 The sum is read in the first phase alone, where the columns that a program sends are those that it receives; what later
@@ -16,28 +17,29 @@ from v41.lowering.rowwise.phases import Phases
 from v41.lowering.rowwise.read import Tensor
 from v41.lowering.rowwise.schedule import LATER
 from v41.lowering.templates.all_reduce import protocol
+from v41.lowering.templates.all_reduce.front import SumOf
 
 CONSTANTS = ("SHOTS", "BLOCK_ROWS", "SHARES")  # of the units whose flags a program of two shots waits for
 
 
 class SummingEmitter(Emitter):
-    """`part`: the input whose place the sum over `ranks` ranks takes, at the element offsets `offsets` of its row."""
+    """`sum`: what is added up; it is read at the element offsets `offsets` of its row."""
 
     more_constants = CONSTANTS
 
-    def __init__(self, phases: Phases, block: int, part: int, ranks: int) -> None:
+    def __init__(self, phases: Phases, block: int, sum_of: SumOf) -> None:
         super().__init__(phases, block)
-        self.part, self.ranks = part, ranks
-        source = self.program.inputs[part]
-        assert source is not None
-        self.source: Tensor = source
-        loads = [expr for expr in self.program.builder.order if expr.op == "load" and expr.data[0] == part]
+        self.sum, self.ranks, self.source = sum_of, sum_of.ranks, sum_of.source
+        loads = [expr for expr in self.program.builder.order if expr.op == "load" and expr.data[0] == sum_of.number]
         self.offsets = sorted({int(str(expr.data[2])) for expr in loads})
-        self.mails = [f"mail_{r}" for r in range(ranks)]
+        self.mails = [f"mail_{r}" for r in range(self.ranks)]
         self.more = (*self.mails, "mail", "reduced", "settled", "epochs", "record", "failed", "slots", "limit", "site",
                      "rank")  # fmt: skip
         self.any_value = ("limit", "site", "rank")
-        self.helpers = protocol.helpers(ranks, source.dtype.itemsize == 4)
+        self.helpers = protocol.helpers(self.ranks, self.source.dtype.itemsize == 4)
+
+    def _inputs(self) -> list[Tensor]:
+        return [tensor for tensor in self.sum.inputs if tensor is not None]
 
     @property
     def kind(self) -> str:
@@ -55,16 +57,15 @@ class SummingEmitter(Emitter):
                  f"apart = {len(self.offsets)} * GROUP * {tile}",
                  f"inside = lane * {self.block} + tl.arange(0, {self.block})[None, :]",
                  f"half = ((epoch & 1) * slots + slot) * ({size})",
+                 *self.sum.numbers(self.names),
                  "for step in range(GROUP):")  # fmt: skip
         self.indent += 1
         self.say(f"cols = (part * GROUP + step) * {self.block} + tl.arange(0, {self.block})[None, :]",
-                 f"there = live & (cols < {self.width})")  # fmt: skip
+                 f"columns = cols < {self.width}")  # fmt: skip
         for number, offset in enumerate(self.offsets):
-            column = self.source.steps[-1]
-            where = f"{self.source.name}_ptr + row * {self.source.stride} + {offset} + cols * {column}"
             place = f"half + rank * apart + ({number} * GROUP + step) * ({tile}) + inside"
-            self.say(f"mine = tl.load({where}, mask=there, other=0.0)",
-                     f"send({', '.join(self.mails)}, {place}, mine, epoch)")  # fmt: skip
+            lines, mine = self.sum.tile(self.names, offset)
+            self.say(*lines, f"send({', '.join(self.mails)}, {place}, {mine}, epoch)")
         self.indent -= 1
         self.say("tl.debug_barrier()  # all threads have read the epoch", "tl.store(epochs + slot, epoch)")
         self.indent -= 1
@@ -81,10 +82,10 @@ class SummingEmitter(Emitter):
 
     def _early(self, expr: Expr) -> bool:
         """What else is read from memory is on its way while a program waits for other ranks."""
-        return expr.op == "load" and expr.row and expr.data[0] != self.part
+        return expr.op == "load" and expr.row and expr.data[0] != self.sum.number
 
     def _load(self, expr: Expr, masked: bool) -> str:
-        if expr.data[0] != self.part:
+        if expr.data[0] != self.sum.number:
             return super()._load(expr, masked)
         offset = int(str(expr.data[2]))
         number, place = self.offsets.index(offset), f"row * {self.source.elements} + {offset} + cols"
