@@ -37,8 +37,10 @@ from v41.passes.outline_output_projection import outline_output_projection
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
 from v41.passes.restrict_index_scores import restrict_index_scores
 from v41.passes.same_values import check_values
+from v41.passes.take_in_combine import take_in_combine
 from v41.passes.trim_replay import trim_replay
 from v41.passes.verify import EFFECTS, SHARED, WRITES, Facts, Memory, facts, verify
+from v41.regions import REDUCED
 from v41.report import Decision, PassRun
 
 PassFunction = Callable[..., list[Decision]]
@@ -81,6 +83,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(outline_compressor, needs=(canonicalize,)),
     Pass(outline_norm_quantise, needs=(outline_mhc, outline_compressor)),  # norms that lie in no other region
     Pass(fuse_all_reduce, needs=(outline_mhc,)),  # with boundaries and norms, which are regions by now
+    Pass(take_in_combine, needs=(fuse_all_reduce,), serves=REDUCED),
     Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
 )
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that become pieces of their own

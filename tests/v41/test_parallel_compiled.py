@@ -47,6 +47,7 @@ def told(reports: list[CompileReport]) -> dict[str, Any]:
         "ranks": report.options["ranks"],
         "made": run.made,
         "refused": run.refused,
+        "taken in": sum(each.applied for each in report.passes if each.name == "take_in_combine"),
         "trimmed": sum(each.applied for each in report.passes if each.name == "trim_replay"),
         "collectives": report.plan.collectives,
         "borders": [piece.border for piece in report.plan.pieces],
@@ -104,7 +105,7 @@ def test_collectives_run_in_pieces_of_any_kind(codegen: str, own: bool, tmp_path
         assert codegen != "eager" or torch.equal(each["found"], each["expected"])
         sums = [line for line in each["told"]["collectives"] if line.startswith("all_reduce")]
         assert [f", in {REDUCED}" in line for line in sums] == [own, own]
-        assert each["told"]["borders"].count(f"region {REDUCED}") == 2 * own
+        assert each["told"]["borders"].count(f"region {REDUCED}") == 2 * own and each["told"]["taken in"] == own
 
 
 # ---- ranks whose programs differ
