@@ -29,7 +29,7 @@ def workspace(ranks: int = RANKS) -> Workspace:
 def requests(case: Case, kernel: SummingKernel, rows: list[int], arch: str) -> list[Request]:
     found = []
     for count in rows:
-        call = kernel.prepare((case.part(count, "cpu", 1), *case.others(count, "cpu")))
+        call = kernel.prepare((*case.own(count, "cpu", 1), *case.others(count, "cpu")))
         for step in call.launches:
             names = getattr(kernel.module, step.function).arg_names  # type: ignore[attr-defined]
             types = {name: POINTER[arg.dtype] if isinstance(arg, torch.Tensor) else "i64" if name == "limit" else "i32"

@@ -68,10 +68,12 @@ def capture(width: int = WIDTH) -> GraphModule:
     return captured(_Plain(), inputs(7, "cpu", width=width), ROW_INPUTS)
 
 
-def captured(module: torch.nn.Module, arguments: tuple[Tensor, ...], row_inputs: int) -> GraphModule:
-    """The functional, decomposed ATen graph of `module`, the first dimension of its first `row_inputs` symbolic."""
-    rows = torch.export.Dim("rows", min=2)
-    dynamic = tuple({0: rows} if i < row_inputs else None for i in range(len(arguments)))
+def captured(module: torch.nn.Module, arguments: tuple[Tensor, ...], row_inputs: int | Sequence[int]) -> GraphModule:
+    """The functional, decomposed ATen graph of `module`, the first dimension of its first arguments symbolic: of so
+    many, or of one for each number, which says how many times the rows it has."""
+    rows, times = torch.export.Dim("rows", min=2), [1] * row_inputs if isinstance(row_inputs, int) else row_inputs
+    known = [{0: rows if each == 1 else each * rows} for each in times]
+    dynamic = (*known, *[None] * (len(arguments) - len(known)))
     with warnings.catch_warnings():  # torch's own, about its own: copying a tree of inputs asks for a deprecated type
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
         program = torch.export.export(module, arguments, dynamic_shapes=dynamic)

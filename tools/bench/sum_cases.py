@@ -3,6 +3,7 @@
 critical     the seam up to what the next sublayer reads: post map, collapse, norm
 seam         the whole seam, coefficients too
 residual     a residual and its RMS norm, as in a Llama; it returns the sum as well
+combine      critical, of parts that add up rows of experts and a shared expert first, in the same kernel
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from v41.regions import behind_sum
 from v41.tools.bench import seam
 
 functional = torch.ops._c10d_functional
+PICKS = 6  # rows of experts that one row adds up
 Function = Callable[..., tuple[Tensor, ...]]
 
 
@@ -40,6 +43,11 @@ def whole(
 def residual(y: Tensor, x: Tensor, norm: Tensor) -> tuple[Tensor, ...]:
     x = x + y
     return x, rms_norm(x, norm, 1e-6), y
+
+
+def combined(y: Tensor, places: Tensor, shared: Tensor) -> Tensor:
+    """A rank's part of the experts' sum: rows `places` of y [PICKS T, D], PICKS a row, and the shared expert."""
+    return (y[places].view(-1, PICKS, y.shape[1]).float().sum(1) + shared.float()).to(y.dtype)
 
 
 def summed(part: Tensor) -> Tensor:
@@ -72,16 +80,25 @@ class _Residual(nn.Module):
         return residual(summed(y), x, norm)
 
 
+class _Combine(nn.Module):
+    def forward(
+        self, y: Tensor, places: Tensor, shared: Tensor, X: Tensor, C: Tensor, B: Tensor, A: Tensor, norm: Tensor
+    ) -> tuple[Tensor, ...]:
+        return critical(summed(combined(y, places, shared)), X, C, B, A, norm)
+
+
 @dataclass(frozen=True)
 class Case:
     """`plain` takes the sum first, then `row_inputs` - 1 other tensors with rows, then weights; `summing` is a module
-    that takes one rank's part in its place."""
+    that takes what one rank has of it in its place: the part itself."""
 
     name: str
     plain: Function
     summing: type[nn.Module]
     row_inputs: int
     width: int = seam.WIDTH
+    owned: ClassVar[int] = 1  # arguments that are this rank's own
+    behind_as: ClassVar[str] = ""  # the case that has the same behind the sum, and takes the part
 
     def others(self, rows: int, device: str, seed: int = 0) -> tuple[Tensor, ...]:
         """All arguments but the first, the same on every rank."""
@@ -90,16 +107,19 @@ class Case:
             return y, norm
         return (X, C, B, A, fn, base, scale, norm) if self.name == "seam" else (X, C, B, A, norm)
 
-    def part(self, rows: int, device: str, rank: int, seed: int = 0) -> Tensor:
-        """What `rank` adds to the sum, bf16 [rows, width]."""
-        generator = torch.Generator(device).manual_seed(1 + 1000 * seed + rank)
-        return torch.randn(rows, self.width, generator=generator, device=device).bfloat16()
+    def own(self, rows: int, device: str, rank: int, seed: int = 0) -> tuple[Tensor, ...]:
+        """What `rank` has of the sum."""
+        return (_drawn(rows, self.width, device, rank, seed),)
+
+    def part(self, own: Sequence[Tensor]) -> Tensor:
+        """What a rank that has `own` adds to the sum, bf16 [rows, width]."""
+        return own[0]
 
     def body(self) -> GraphModule:
         return _captured(self)
 
     def behind(self) -> GraphModule:
-        """The body without the collective: it takes the sum."""
+        """The body from the sum on."""
         return behind_sum(self.body())
 
     def kernel(self, ranks: int) -> SummingKernel:
@@ -109,10 +129,33 @@ class Case:
         return made
 
 
+@dataclass(frozen=True)
+class Combining(Case):
+    """A case in which each rank's part is added up of rows of its experts, by the kernel."""
+
+    owned = 3
+    behind_as = "critical"
+
+    def own(self, rows: int, device: str, rank: int, seed: int = 0) -> tuple[Tensor, ...]:
+        generator = torch.Generator(device).manual_seed(7 + 1000 * seed + rank)
+        places = torch.randperm(PICKS * rows, generator=generator, device=device)
+        y = _drawn(PICKS * rows, self.width, device, rank, seed)
+        return y, places, _drawn(rows, self.width, device, rank, seed + 1)
+
+    def part(self, own: Sequence[Tensor]) -> Tensor:
+        return combined(*own)
+
+
+def _drawn(rows: int, width: int, device: str, rank: int, seed: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(1 + 1000 * seed + rank)
+    return torch.randn(rows, width, generator=generator, device=device).bfloat16()
+
+
 @cache
 def _captured(case: Case) -> GraphModule:
-    given = (case.part(7, "cpu", 0), *case.others(7, "cpu"))
-    return seam.captured(case.summing(), given, case.row_inputs)
+    own = case.own(7, "cpu", 0)
+    times = [len(each) // 7 for each in own] + [1] * (case.row_inputs - 1)
+    return seam.captured(case.summing(), (*own, *case.others(7, "cpu")), times)
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:
@@ -129,5 +172,6 @@ CASES = {
         Case("critical", critical, _Critical, 5),
         Case("seam", whole, _Whole, 5),
         Case("residual", residual, _Residual, 2),
+        Combining("combine", critical, _Combine, 5),
     )
 }
