@@ -9,7 +9,6 @@ Records stand as a step hands them over: [T, 128, 528] of the window and [T, 512
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from v41._compat_trace import functional_aten, mark_rows
 from v41.lowering.templates.attention import KIND, AttentionKernel, Spread, generate
 from v41.model_def.attention import attend
 from v41.model_def.config import V41Config
@@ -28,17 +26,15 @@ from v41.model_def.rope import Turn, rotate
 from v41.passes import attention_core, turns
 from v41.passes.canonicalize import canonicalize
 from v41.passes.outline_attention import outline_attention
-from v41.passes.partition import partition
-from v41.regions import regions
 from v41.tools.bench import modes, timing
 from v41.tools.bench.boundary import COPY_BYTES_A_US, table
-from v41.tools.bench.rowwise import INDUCTOR, alike
+from v41.tools.bench.pieces import pieces_of
+from v41.tools.bench.rivals import INDUCTOR, Call, alike, attempted, compiled, error
 
 CONFIG = V41Config.preset("flash")
 SEEN = 0.9
 ULP = 2.0**-8  # of bf16
 ROLES = ("queries", "cos", "sin", "window", "visible", "picked", "picks", "sink")  # of the arguments of `attention`
-Call = Callable[..., Any]
 
 
 def attention(q: Tensor, cos: Tensor, sin: Tensor, window: Tensor, seen: Tensor, picked: Tensor, picks: Tensor,
@@ -69,25 +65,9 @@ def inputs(rows: int, device: str, seed: int = 0) -> tuple[Tensor, ...]:
 @cache
 def piece() -> GraphModule:
     """The region alone, as a piece of a program."""
-    found: list[GraphModule] = []
-
-    def keep(gm: GraphModule, fake: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        def run(given: list[Any]) -> Any:
-            return gm(*given)
-
-        found.append(gm)
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
     given = inputs(7, "cpu")
-    for tensor in given[:-1]:
-        mark_rows(tensor)
-    with torch.no_grad():
-        torch.compile(attention, backend=lambda gm, fake: functional_aten(gm, fake, keep, keep))(*given)
-    (gm,) = found
-    for run in (canonicalize, outline_attention):
-        run(gm)
-    (body,) = [each.body for each in partition(gm, cut_at=(KIND,)).pieces if list(regions(each.body, KIND))]
+    sizes = ["rows"] * (len(given) - 1)
+    (body,) = pieces_of(attention, given, sizes, (canonicalize, outline_attention), KIND)
     return body
 
 
@@ -121,24 +101,12 @@ def exactly(arguments: Sequence[Tensor]) -> Tensor:
     return turns.turn(o, tables[0], -tables[1], "adjacent", "last")
 
 
-def error(found: Tensor, truth: Tensor) -> float:
-    """RMS of the difference over the RMS."""
-    return ((found.double() - truth).square().mean() / truth.square().mean()).sqrt().item()
-
-
 # ---- bench, check, tune
 
 
 def contenders() -> dict[str, Callable[[], Call]]:
-    def compiled(settings: dict[str, Any]) -> Callable[[], Call]:
-        def make() -> Call:
-            torch.compiler.reset()
-            return torch.compile(attention, options={"reorder_for_locality": False, **settings}, dynamic=False)
-
-        return make
-
     found: dict[str, Callable[[], Call]] = {"generated": lambda: lambda *args: launch(args), "eager": lambda: attention}
-    return found | {name: compiled(settings) for name, settings in INDUCTOR.items()}
+    return found | {name: partial(compiled, attention, each) for name, each in INDUCTOR.items()}
 
 
 def sets_of(rows: int) -> list[tuple[Tensor, ...]]:
@@ -156,17 +124,17 @@ def bench(rows_list: Sequence[int], names: Sequence[str], deadline: float) -> It
     for name in names:
         for rows in rows_list:
             record: dict[str, Any] = {"contender": name, "rows": rows}
-            try:
-                if time.perf_counter() > deadline:
-                    raise TimeoutError("left out: no time")
-                call, sets = contenders()[name](), sets_of(rows)
-                record["error"] = error(call(*sets[0]), exactly(sets[0]))
-                record["us"] = round(timing.microseconds(call, sets), 2)
-                record["floor_us"] = round((bytes_of(sets[0]) + bytes_of(sets[0][:1])) / COPY_BYTES_A_US, 2)
-                record["origin"] = timing.launches(partial(call, *sets[0]), KIND)
-            except Exception as failure:  # the record of a contender that fails is the result
-                record["failed"] = f"{type(failure).__name__}: {str(failure)[:300]}"
-            yield record
+            yield attempted(record, deadline, partial(measure, contenders()[name], rows))
+
+
+def measure(make: Callable[[], Call], rows: int) -> dict[str, Any]:
+    call, sets = make(), sets_of(rows)
+    return {
+        "error": error(call(*sets[0]), exactly(sets[0])),
+        "us": round(timing.microseconds(call, sets), 2),
+        "floor_us": round((bytes_of(sets[0]) + bytes_of(sets[0][:1])) / COPY_BYTES_A_US, 2),
+        "origin": timing.launches(partial(call, *sets[0]), KIND),
+    }
 
 
 @torch.no_grad()
@@ -200,26 +168,24 @@ def first(arguments: Sequence[Tensor], rows: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def tune(rows_list: Sequence[int]) -> Iterator[dict[str, Any]]:
+def tune(rows_list: Sequence[int], deadline: float) -> Iterator[dict[str, Any]]:
     kernel = kernel_of()
     for rows in rows_list:
         sets = sets_of(rows)
         for spread in kernel.candidates(rows, sets[0][0].device):
-            record: dict[str, Any] = {"rows": rows, "spread": str(spread)}
-            try:
+
+            def measure(spread: Spread = spread, sets: list[tuple[Tensor, ...]] = sets) -> dict[str, Any]:
                 launched = kernel.run(kernel.prepare(ordered(sets[0]), spread))
-                record["spills"] = [each.n_spills for each in launched]
-                us = timing.microseconds(lambda *args, spread=spread: launch(args, spread), sets)
-                record["us"] = round(us, 2)
-            except Exception as failure:
-                record["failed"] = f"{type(failure).__name__}: {str(failure)[:120]}"
-            yield record
+                us = timing.microseconds(lambda *args: launch(args, spread), sets)
+                return {"spills": [each.n_spills for each in launched], "us": round(us, 2)}
+
+            yield attempted({"rows": rows, "spread": str(spread)}, deadline, measure)
 
 
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench attention` does; 1 where a check fails."""
     timed = {
         "bench": lambda deadline: bench(arguments.rows, arguments.contenders, deadline),
-        "tune": lambda deadline: tune(arguments.rows),
+        "tune": lambda deadline: tune(arguments.rows, deadline),
     }
     return modes.run(arguments, "attention", check, timed, table)

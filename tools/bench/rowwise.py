@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,16 +24,12 @@ from torch import Tensor
 from v41.lowering.rowwise import Kernel, hold, pass_over
 from v41.tools.bench import modes, seam, timing, tuning
 from v41.tools.bench.boundary import COPY_BYTES_A_US, table
+from v41.tools.bench.rivals import INDUCTOR, Call, alike, attempted, compiled
 from v41.tools.bench.rowwise_cases import CASES, Case
 from v41.tools.bench.tuning import input_sets, kernel_of
 
-INDUCTOR: dict[str, dict[str, Any]] = {
-    "compile": {},
-    "max-autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
-}
 FLIPS = 0.005  # of quantised values: where a last bit tips a rounding
 REPEATS = 50
-Call = Callable[..., Any]
 
 
 # ---- bench
@@ -41,37 +38,28 @@ Call = Callable[..., Any]
 def contenders(case: Case) -> dict[str, Callable[[int], Call]]:
     """By name: what makes a callable for a number of rows. Both kinds of kernel, where both can read the body."""
 
-    def compiled(settings: dict[str, Any]) -> Callable[[int], Call]:
-        def make(rows: int) -> Call:
-            torch.compiler.reset()
-            return torch.compile(case.fn, options={"reorder_for_locality": False, **settings}, dynamic=False)
-
-        return make
-
     found: dict[str, Callable[[int], Call]] = {"generated": lambda rows: kernel_of(case.name).launch}
     for name, way in (("held", hold), ("passes", pass_over)):
         found[name] = lambda rows, way=way: way(case.body(), case.name).launch  # type: ignore[misc]
     found["eager"] = lambda rows: case.fn
-    return found | {name: compiled(settings) for name, settings in INDUCTOR.items()}
+    return found | {name: lambda rows, each=each: compiled(case.fn, each) for name, each in INDUCTOR.items()}
 
 
 def bench(cases: Sequence[Case], rows_list: Sequence[int], names: Sequence[str], deadline: float) -> Iterator[Any]:
     """One record a case, number of rows and contender, the slow compilers last."""
     for name in names:
         for case in cases:
-            made: Call | None = None
+            made: dict[str, Call] = {}
             for rows in rows_list:
                 record: dict[str, Any] = {"case": case.name, "contender": name, "rows": rows}
-                started = time.perf_counter()
-                try:
-                    if started > deadline:
-                        raise TimeoutError("left out: no time")
-                    made = made if made is not None and name not in INDUCTOR else contenders(case)[name](rows)
-                    record |= measure(made, case, rows)
-                except Exception as error:  # the record of a contender that fails is the result
-                    record["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
-                record["seconds"] = round(time.perf_counter() - started, 1)
-                yield record
+                yield attempted(record, deadline, partial(made_and_measured, made, name, case, rows))
+
+
+def made_and_measured(made: dict[str, Call], name: str, case: Case, rows: int) -> dict[str, Any]:
+    """made: what serves all numbers of rows, once it is there."""
+    if name in INDUCTOR or name not in made:
+        made[name] = contenders(case)[name](rows)
+    return measure(made[name], case, rows)
 
 
 @torch.no_grad()
@@ -140,10 +128,6 @@ def limit(case: Case, result: Tensor, eager: float) -> float:
 def first(case: Case, arguments: Sequence[Tensor], rows: int) -> list[Tensor]:
     """The first rows alone, where they lie."""
     return [arg[:rows] if i < case.per_row else arg for i, arg in enumerate(arguments)]
-
-
-def alike(part: Sequence[Tensor], whole: Sequence[Tensor], rows: int) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b[:rows].view(torch.uint8)) for a, b in zip(part, whole, strict=True))
 
 
 def nan_rows(kernel: Kernel, case: Case) -> bool:

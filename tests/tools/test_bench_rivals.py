@@ -1,0 +1,34 @@
+"""What the benches of kernels share: records of what fails, results compared, pieces that are one region."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from v41.tools.bench import attention, index_cases
+from v41.tools.bench.rivals import alike, attempted, error
+
+
+def test_what_fails_or_comes_too_late_is_a_record() -> None:
+    later = time.perf_counter() + 60
+    assert attempted({"rows": 1}, later, lambda: {"us": 2.0}) == {"rows": 1, "us": 2.0, "seconds": 0.0}
+    assert attempted({}, later, lambda: {"us": 1 / 0})["failed"] == "ZeroDivisionError: division by zero"
+    asked: list[int] = []
+    late = attempted({}, 0.0, lambda: {"asked": asked.append(1)})
+    assert late["failed"] == "TimeoutError: left out: no time" and not asked
+
+
+def test_bits_and_errors() -> None:
+    whole = torch.tensor([[1.0], [-0.0], [3.0]])
+    assert alike([whole[:2]], [whole], 2) and not alike([torch.tensor([[1.0], [0.0]])], [whole], 2)
+    assert error(whole + 1, whole.double()) == (3 / 10) ** 0.5
+
+
+@pytest.mark.slow
+def test_each_bench_measures_the_kernel_of_the_model_s_own_functions() -> None:
+    """The region alone is a piece, in every role, and the template takes it."""
+    assert attention.kernel_of().heads == attention.CONFIG.num_attention_heads
+    outputs = {role: index_cases.kernel(role, 4096).form.outputs for role in index_cases.ROLES}
+    assert outputs == {"source": ("picks",), "candidate_source": ("picks", "kept_blocks"), "re_indexer": ("picks",)}
