@@ -19,7 +19,7 @@ from v41.model_def.model import V41ForCausalLM
 from v41.passes import same_values
 from v41.passes.canonicalize import canonicalize
 from v41.passes.pipeline import PIPELINE, copy_of
-from v41.passes.same_values import RULE, check_values, difference, random_inputs, same_bits, span_of
+from v41.passes.same_values import RULE, check_values, difference, random_inputs, random_like, same_bits, span_of
 from v41.report import collect
 from v41.tools.inspect import first_layers
 
@@ -97,6 +97,14 @@ def test_integers_reach_all_of_what_they_index_and_no_further() -> None:
     assert (0, 50) in spans  # slots index the cache alone; ids are also added, so nobody knows
     drawn = [value for value in random_inputs(gm, 40) if isinstance(value, Tensor) and not value.is_floating_point()]
     assert sorted(int(value.max()) for value in drawn)[0] == 1 and 20 < max(int(value.max()) for value in drawn) < 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_an_expanded_input_has_each_number_many_times(dtype: torch.dtype) -> None:
+    like = torch.zeros(5, 1, 3, dtype=dtype).expand(5, 4, 3)
+    drawn = random_like(like, 5, torch.Generator().manual_seed(0), False, 0, 1000)
+    assert (drawn.shape, drawn.stride()) == (like.shape, like.stride())
+    assert bool((drawn == drawn[:, :1]).all()) and len(drawn.unique()) > 5
 
 
 def test_divisors_are_not_zero() -> None:
