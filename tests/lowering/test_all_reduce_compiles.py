@@ -40,7 +40,8 @@ def requests(case: Case, kernel: SummingKernel, rows: list[int], arch: str) -> l
 
 def check_order(request: Request, fact: Facts, ranks: int = RANKS) -> None:
     """Words are read in one place before the loop and one in it, so none is read twice; flags are set and read as
-    protocol.py says."""
+    protocol.py says; nothing is multicast."""
+    assert "multimem" not in fact.ptx
     one_shot, sends = request.constants.get("SHOTS") == 1, request.constants.get("STEP") != 2
     words = len(re.findall(r"ld\.volatile\.global", fact.ptx))
     stores = len(re.findall(r"st\.relaxed\.sys\.global", fact.ptx))

@@ -146,6 +146,20 @@ def test_many_calls_while_ranks_drift_apart(ranks: Ranks, way: str) -> None:
     check_calls(results, expected(ranks, "gathered", inputs, 40))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["one shot, tall, two launches", "two shots, blocks"])
+def test_a_row_of_nan_on_one_rank_leaves_other_rows_their_bits(ranks: Ranks, way: str) -> None:
+    inputs = inputs_of("gathered", 5)
+    results = []
+    for value in (0.0, float("nan")):
+        ranks.fresh()
+        inputs[-1][2][1] = value  # of the shared expert's row 1
+        results.append(ranks.run(made("gathered")[1], inputs, WAYS[way])[0][0])
+    rest = torch.arange(5) != 1
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean[rest], dirty[rest]) and dirty[1].isnan().all()
+
+
 def test_the_kernel_reads_no_part_and_writes_none() -> None:
     _, kernel = made("gathered")
     assert (kernel.part, kernel.sent, kernel.folded) == (None, (0, 1, 2), {1: PICKS})

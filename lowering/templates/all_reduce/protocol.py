@@ -7,6 +7,7 @@ One shot (few rows): words
     send      writes each element to every rank, its own included, as a word: the element's bits and, above them, the
               low bits of the epoch. A word is written and read in one piece (st.relaxed.sys, ld.volatile), so whoever
               sees the epoch has the element, and nothing has to be ordered with anything: no flag, fence or barrier.
+              Whether the element was loaded or made (front.py) is no matter: no program waits before it has sent.
     received  reads until every word of every rank has this epoch, then adds in the order of ranks.
     Threads   a program has at most as many threads as a tile has words, so no word is read by two of them, of whom one
               might see it and the other go on without it.
