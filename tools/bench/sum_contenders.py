@@ -103,4 +103,5 @@ def _maker_of_parts(case: Case) -> Call:
     """What makes a part of what a rank has: nothing to do where it has the part."""
     if case.owned == 1:
         return lambda part: part
+    torch.compiler.reset()  # Dynamo counts compilations by the text of a function, and gives it up at eight
     return torch.compile(lambda *own: case.part(own), dynamic=False)
