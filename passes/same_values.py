@@ -165,19 +165,21 @@ def random_inputs(
 
 
 def random_like(value: Any, rows: int, generator: torch.Generator, exact: bool, low: int = 0, high: int = 2) -> Any:
-    """A CPU tensor as `value` says, floats normal, integers in [low, high); `rows` for a size, a number as it is.
+    """A tensor as `value` says, where `generator` draws: floats normal, integers in [low, high); `rows` for a size, a
+    number as it is.
 
     Along a stride of 0 (a view that `expand` made) there is one number, as often as the size says."""
     if not isinstance(value, Tensor):
         return size_with(value, rows) if isinstance(value, SymInt) else value
     shape, strides = [size_with(n, rows) for n in value.shape], [size_with(n, rows) for n in value.stride()]
     dtype = torch.float64 if exact and value.dtype.is_floating_point else value.dtype
-    tensor = torch.empty_strided(shape, strides, dtype=dtype)
+    device = generator.device
+    tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     drawn = tensor[tuple(slice(None) if stride else slice(1) for stride in strides)]
     if value.dtype.is_floating_point:
-        drawn.copy_(torch.randn(drawn.shape, generator=generator, dtype=torch.float64).to(value.dtype))
+        drawn.copy_(torch.randn(drawn.shape, generator=generator, dtype=torch.float64, device=device).to(value.dtype))
     else:
-        drawn.copy_(torch.randint(low, high, drawn.shape, generator=generator))
+        drawn.copy_(torch.randint(low, high, drawn.shape, generator=generator, device=device))
     return tensor
 
 

@@ -36,6 +36,7 @@ from v41.runtime.streams import CudaLanes
 
 PROVEN = False  # "auto" is "on" once `v41 bench overlap` holds on a GPU
 ROWS = "rows"
+RUNGS = tuple(1 << k for k in range(Buckets().whole[ROWS].bit_length()))  # rows for which side streams are judged
 Compile = Callable[[GraphModule, str], Artifact]  # of the body of a piece with this key
 
 
@@ -66,12 +67,11 @@ def overlapped(plan: Plan, device: torch.device, compiled: Compile, *, strict: b
     strict: where assign_streams fails its error is raised, else the report has it."""
     most = Buckets().whole[ROWS]
     ladder = [rows for rows in plan.buckets.get(ROWS, ()) if rows <= most]
-    rungs = tuple(1 << k for k in range(most.bit_length()))
     measure = measure_of(plan.sizes, device, compiled) if device.type == "cuda" else None
-    made, run = run_plan_pass("assign_streams", lambda plan: assign_streams(plan, rungs, measure), plan, strict=strict)
+    made, run = run_plan_pass("assign_streams", lambda plan: assign_streams(plan, RUNGS, measure), plan, strict=strict)
     sides: Plan | None = None
     for each in reversed((made, *made.sides)):
-        pays = tuple(rows for rows in ladder if round_up(rows, rungs) in each.pays_at)
+        pays = tuple(rows for rows in ladder if round_up(rows, RUNGS) in each.pays_at)
         if pays:
             sides = replace(each, pays_at=pays, overlapped=sides)
             for piece in each.pieces:
@@ -93,14 +93,11 @@ def measure_of(sizes: Mapping[str, str], device: torch.device, compiled: Compile
 
     def timed(body: GraphModule, rows: int) -> float:
         run = compiled(body, keys[body])
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)  # a host would take seconds for the largest weights
         values = [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")]
         with outside_of_tracing():
-            sets = [tuple(on_device(random_like(value, rows, generator, False)) for value in values) for _ in range(2)]
+            sets = [tuple(random_like(value, rows, generator, False) for value in values) for _ in range(2)]
             return microseconds(run, sets)
-
-    def on_device(value: object) -> object:
-        return value.to(device) if isinstance(value, Tensor) else value
 
     return measure
 
