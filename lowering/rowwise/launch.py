@@ -25,13 +25,13 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from v41.lowering.gpu import gpu_of
 from v41.lowering.rowwise.read import Tensor as Described
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, Schedule, fit, tried
 from v41.lowering.tuned import Tuned
@@ -224,22 +224,17 @@ class Arrivals:
         return counters
 
 
-@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may take; no limit off the GPU, where nothing is launched."""
-    if device.type != "cuda":
-        return 1 << 62
-    facts: Any = torch.cuda.get_device_properties(device)  # its stub lacks the name
-    return int(facts.shared_memory_per_block_optin)
+    gpu = gpu_of(device)
+    return 1 << 62 if gpu is None else gpu.shared
 
 
-@cache
 def comes_up_early(device: torch.device) -> bool:
     """Whether the second of two launches may start while the first runs: on CUDA devices from Hopper on. ROCm goes by
     the same name, with capabilities of its own."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    gpu = gpu_of(device)
+    return gpu is not None and not gpu.hip and gpu.capability >= (9, 0)
 
 
 def kernel_directory() -> Path:

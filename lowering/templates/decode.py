@@ -14,10 +14,10 @@ Packed takes mul.bf16x2, which Hopper has first; the interpreter has none.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 
+from v41.lowering.gpu import gpu_of
 from v41.lowering.templates.formats import DECODERS
 
 UNIT = 4  # channels
@@ -145,7 +145,7 @@ def _e4m3(n: int) -> Iterator[str]:
     yield f"mul.bf16x2 ${n}, ${n}, $6;"
 
 
-@cache
 def packs(device: torch.device) -> bool:
     """Whether keys are decoded two units at a time there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.capability[0] >= HOPPER

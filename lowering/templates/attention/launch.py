@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from v41.lowering.gpu import gpu_of
 from v41.lowering.rowwise.launch import DEEP, Call, Kernel, shared_memory
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
 from v41.lowering.templates.attention.text import BLOCK
@@ -93,9 +93,8 @@ def by_rows(rows: int, one_launch: bool) -> Spread:
     return next(spread for most, spread in SPREADS if (rows if one_launch else min(rows, MOST_IN_TWO)) <= most)
 
 
-@cache
 def takes_one_launch(device: torch.device) -> bool:
     """Whether a program of all channels fits. On Blackwell, where results lie in tensor memory beside scores and p,
     those of 64 heads by 512 channels leave no room, and Triton makes a trap of the kernel without an error."""
-    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= BLACKWELL
-    return shared_memory(device) >= DEEP and not blackwell
+    gpu = gpu_of(device)
+    return shared_memory(device) >= DEEP and (gpu is None or gpu.capability[0] < BLACKWELL)
