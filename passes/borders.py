@@ -226,7 +226,7 @@ class Drafts:
 
     def _without_crumbs(self) -> list[Draft]:
         """The drafts, with a few even nodes next to ragged ones joined to them."""
-        around = zip([None, *self.drafts[:-1]], self.drafts, [*self.drafts[1:], None], strict=True)
+        around = zip([None, *self.drafts][:-1], self.drafts, [*self.drafts, None][1:], strict=True)
         kinds = [
             Kind.RAGGED
             if draft.kind is Kind.EVEN

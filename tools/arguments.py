@@ -30,16 +30,16 @@ def add_source(command: argparse.ArgumentParser, *, position: bool = True) -> No
 
 
 def add_layers(command: argparse.ArgumentParser) -> None:
-    """What is captured, where a model is."""
+    """What is captured, where a model is; none is given where a saved run is read (sources.refuse_unused)."""
     add_codegen(command)
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of a preset or checkpoint")
     told = "as one of N processes that share a preset or checkpoint runs it (1)"
-    command.add_argument("--ranks", type=positive, default=1, metavar="N", help=told)
+    command.add_argument("--ranks", type=positive, metavar="N", help=told)
 
 
 def add_codegen(command: argparse.ArgumentParser) -> None:
     told = "as for that codegen: triton (this: as on a GPU, which need not be here), inductor, or eager, as on a CPU"
-    command.add_argument("--codegen", choices=("triton", "inductor", "eager"), default="triton", help=told)
+    command.add_argument("--codegen", choices=("triton", "inductor", "eager"), help=told)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:

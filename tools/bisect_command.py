@@ -64,6 +64,8 @@ class Bisection:
 def bisect_command(arguments: Namespace) -> int:
     console, names = console_of(arguments), (*(each.name for each in PIPELINE), *PLAN_PASSES)
     check = [word for at, word in enumerate(arguments.check) if (at, word) != (0, "--")]
+    if not check:
+        raise CheckNotStarted("v41 bisect", problem="there is no command")
     with progress() as bars:
         step = bars.begin("bisect", 2 + len(names).bit_length())
         found = bisect(names, lambda on: told(step, f"{on} of {len(names)} passes on", check, names[on:]))

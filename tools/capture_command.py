@@ -18,14 +18,16 @@ from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of, troubled
 from v41.tools.progress import progress
 from v41.tools.run import Run
-from v41.tools.run_folder import save
+from v41.tools.run_folder import check_place, save
 from v41.tools.sources import captured
-from v41.tools.tables import say
+from v41.tools.tables import counted, say
 
 
 def capture_command(arguments: Namespace) -> int:
     console = console_of(arguments)
-    run, folder = captured(arguments, changes=True), Path(arguments.out)
+    folder = Path(arguments.out)
+    check_place(folder)  # now, and not after minutes
+    run = captured(arguments, changes=True)
     with progress() as bars:
         bars.begin("generate kernels, write")
         save(run, folder)
@@ -52,8 +54,8 @@ def values(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def lines(told: dict[str, Any]) -> Iterator[str]:
-    folder, counted = told["folder"], ("pieces", "artifacts", "regions", "kernels")
-    counts = ", ".join(f"{told[name]} {name}" for name in counted)
+    folder, names = told["folder"], ("piece", "artifact", "region", "kernel")
+    counts = ", ".join(counted(told[f"{name}s"], name) for name in names)
     yield f"captured {told['source']}: {counts} in {told['seconds']:.0f} s"
     yield f"kept in  {folder}  {told['bytes'] / 2**20:.1f} MiB, no weights"
     yield f"look     v41 inspect {folder}    v41 cost {folder} --tokens 1,128,4096    v41 explain NODE -m {folder}"

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -163,7 +164,7 @@ def add_timeline(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rows", type=positive, default=16, metavar="N", help="of the step (16)")
     told = "run it too, a preset with random weights, on a GPU if there is one"
     command.add_argument("--measure", action="store_true", help=told)
-    command.add_argument("--context", type=positive, default=512, metavar="N", help="tokens of each request then (512)")
+    command.add_argument("--context", type=positive, metavar="N", help="tokens of each request then (512)")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write one that Perfetto and Chrome show")
     add_json(command)
 
@@ -186,6 +187,9 @@ def add_generate(command: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Nothing heavy is imported before the arguments are known to be good."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # no name of anybody's, and no bar, is beyond what can be printed
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = carried_out(parser().parse_args(argv))
         sys.stdout.flush()  # here, where it is known what to do if nobody reads it

@@ -96,9 +96,10 @@ def unknown(work: Sequence[WorkFacts]) -> tuple[str, ...]:
 
 
 def show(console: Console, run: Run, steps: Sequence[Step], gpu: GPU) -> None:
-    for same in alike(steps):
-        say(console, f"{heading(same)} on {gpu.name}", "bold")
-        console.print(costs_table(totals(run.work, same[0], gpu), gpu))
+    found = [(heading(same), totals(run.work, same[0], gpu)) for same in alike(steps)]  # all, before a line is printed
+    for head, parts in found:
+        say(console, f"{head} on {gpu.name}", "bold")
+        console.print(costs_table(parts, gpu))
         console.print()
     for line in remarks(run, gpu):
         say(console, line)

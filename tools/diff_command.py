@@ -23,7 +23,7 @@ from v41.passes.changes import operator_of
 from v41.report import Change, PassRun
 from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of, pass_named, told_of, troubled
-from v41.tools.tables import say
+from v41.tools.tables import counted, say
 
 SIGNS = {"added": "+", "removed": "-", "rewired": "~", "moved": ">"}
 STYLES = {"added": "green", "removed": "red", "rewired": "yellow", "moved": "cyan"}
@@ -47,8 +47,8 @@ def diff_command(arguments: Namespace) -> int:
 def head(run: PassRun) -> str:
     if run.failure is not None:
         return f"{run.name} is off: {run.failure}"
-    nodes = f"{run.nodes_before} -> {run.nodes_after} nodes"
-    regions = f"{run.regions_before} -> {run.regions_after} regions"
+    nodes = f"{run.nodes_before} -> {counted(run.nodes_after, 'node')}"
+    regions = f"{run.regions_before} -> {counted(run.regions_after, 'region')}"
     return f"{run.name}   {nodes}, {regions}{'' if run.changes else '; nothing changed'}"
 
 

@@ -32,7 +32,7 @@ from v41.tools.nodes import NodeFacts
 from v41.tools.pass_runs import console_of
 from v41.tools.run import Run
 from v41.tools.sources import run_named
-from v41.tools.tables import say
+from v41.tools.tables import counted, say
 
 LISTED = 12  # nodes of one name, or calls of one body, that are told
 
@@ -83,6 +83,7 @@ def explain(run: Run, name: str) -> list[Story]:
     if not found:
         known = {*names.by_name, *names.by_body, *run.parameters.values()} | {each.name for each in run.plan.pieces}
         known = {node.identity for node in run.nodes} if "/" in name else known
+        known = {each for each in known if not each.rpartition("/")[2].startswith("_")}  # torch's own
         raise UnknownNode("v41 explain", name=name, known=choices(name, sorted(known)))
     return found
 
@@ -188,7 +189,7 @@ def of_piece(run: Run, piece: Piece) -> Story:
     kinds = Counter(node.region for node in run.nodes if node.piece == piece.name and not node.body and node.region)
     facts = {
         "begins": [f"at {piece.border}: {piece.source}"],
-        "holds": [f"{piece.nodes} nodes" + "".join(f", {n} x {kind}" for kind, n in kinds.items())],
+        "holds": [counted(piece.nodes, "node") + "".join(f", {n} x {kind}" for kind, n in kinds.items())],
         "sizes": [", ".join(plan.names_of(piece)) or "none"],
         "reads": _valued(run, piece.reads),
         "writes": _valued(run, piece.writes),
@@ -212,12 +213,13 @@ def of_body(run: Run, names: Names, name: str) -> Story:
         f"{of_pass}, at {call.source}"
         for call in calls for of_pass, change in lineage(run, call) if change.kind == "added"
     )  # fmt: skip
+    lines_of = Counter(node.source for node in inside)
     where = [f"{call.name} in {call.body or call.piece}" for call in calls]
     facts = {
         "made by": [*made],
         "called": [*where[:LISTED], *[f"and {len(where) - LISTED} more"] * (len(where) > LISTED)],
         "is": [f"{key} = {value}" for call in calls[:1] for key, value in (call.attrs or {}).items()],
-        "holds": [f"{count:4} nodes of {line}" for line, count in Counter(n.source for n in inside).most_common()],
+        "holds": [f"{counted(count, 'node', 4)} of {line}" for line, count in lines_of.most_common()],
         **placed(run, names.pieces_of(name)),
     }
     kind = f"  region {calls[0].region}" if calls and calls[0].region else ""
@@ -261,7 +263,7 @@ def of_line(run: Run, name: str) -> list[Story]:
     if not found:
         return []
     where = Counter((node.body or node.piece, node.region) for node in found)
-    told = [f"{count:4} nodes in {body}{f', region {region}' if region else ''}"
+    told = [f"{counted(count, 'node', 4)} in {body}{f', region {region}' if region else ''}"
             for (body, region), count in where.items()]  # fmt: skip
     line = next(line for node in found for line in node.path if _is_line(line, name))
     names = ", ".join(node.identity for node in found[:LISTED])

@@ -22,11 +22,12 @@ from torch import nn
 from v41.report import collect
 from v41.tools.explain_command import explain as stories
 from v41.tools.explain_command import lines
+from v41.tools.files import write_whole
 from v41.tools.html_page import page
 from v41.tools.inspect import capture_call
 from v41.tools.inspect_command import show_inspection
 from v41.tools.run import Run, run_of
-from v41.tools.run_folder import save, write_whole
+from v41.tools.run_folder import save
 from v41.tools.tables import WIDTH
 
 
@@ -51,7 +52,7 @@ class Explanation:
         save(self.run, Path(folder))
 
     def html(self, path: str | Path) -> None:
-        """Writes the page of `v41 inspect --html`. RunNotWritten where that cannot be."""
+        """Writes the page of `v41 inspect --html`. FileNotWritten where that cannot be."""
         write_whole(Path(path), page(self.run))
 
 

@@ -17,10 +17,17 @@ from functools import cache
 from typing import Any
 
 Number = int | Fraction
+MOST_BITS = 512  # of what is raised to a power
 
 
 def _no_formula(text: str) -> Number:
     raise ValueError(f"no formula: {text!r}")
+
+
+def _power(a: Number, b: Number) -> Number:
+    """Of what sizes come to; a power of powers of powers would take for ever."""
+    small = b in range(9) and max(abs(a.numerator), a.denominator).bit_length() <= MOST_BITS
+    return a ** int(b) if small else _no_formula(f"{a}**{b}")
 
 
 OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -30,7 +37,7 @@ OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Div: lambda a, b: Fraction(a) / b,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: lambda a, b: operator.pow(a, b) if b in range(9) else _no_formula(f"{a}**{b}"),
+    ast.Pow: lambda a, b: _power(a, b),
     ast.USub: operator.neg,
 }
 CALLS: dict[str, Callable[..., Any]] = {
@@ -44,8 +51,8 @@ def evaluate(text: str, symbols: Mapping[str, int]) -> int:
     """The number, rounded up. KeyError for a symbol without a value, ValueError for what is no formula."""
     try:
         return math.ceil(_value(_parsed(text), symbols))
-    except (SyntaxError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"no formula: {text!r}") from error
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"no formula: {text[:60]!r}") from error
 
 
 def symbols_in(text: str) -> frozenset[str]:
@@ -58,7 +65,10 @@ def symbols_in(text: str) -> frozenset[str]:
 
 @cache
 def _parsed(text: str) -> ast.AST:
-    return ast.parse(text, mode="eval").body
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"no formula: {text[:60]!r}") from error
 
 
 def _value(node: ast.AST, symbols: Mapping[str, int]) -> Number:

@@ -12,7 +12,7 @@ from v41.report import PassRun
 from v41.tools.compare import KL_LIMIT, MOVE_LIMIT, Agreement, Row, join
 from v41.tools.expected import regions_expected, regions_found, regions_table, regions_values
 from v41.tools.report_view import as_json, show
-from v41.tools.tables import add, say, table
+from v41.tools.tables import add, counted, say, table
 
 if TYPE_CHECKING:
     from v41.model_def.checkpoint import LoadSummary
@@ -106,9 +106,9 @@ def columns(found: Agreement) -> tuple[int | float | None, ...]:
 def verdict(found: Agreement) -> str:
     rule = f"KL <= {KL_LIMIT} and eager's argmax, or one within twice what last bits move"
     if found.holds:
-        return f"holds    {rule}: {len(found.rows)} rows, {found.excused} of them by that excuse"
+        return f"holds    {rule}: {counted(len(found.rows), 'row')}, {found.excused} of them by that excuse"
     if found.failed:
-        return f"fails    {rule}: {found.failed} of {len(found.rows)} rows break it"
+        return f"fails    {rule}: {found.failed} of {counted(len(found.rows), 'row')} break it"
     return f"fails    rows moved {found.moved:.3g} times as far as by last bits, in the median (limit {MOVE_LIMIT})"
 
 

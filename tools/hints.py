@@ -88,6 +88,13 @@ HINTS = {
     "no other all-reduce stands nearer to what reads the sum": "add up on each rank first, and all-reduce once",
     "a rank's own part is read by the collective alone": "read the sum instead, or compute the part twice",
     "nothing leaves the region and comes back": "feed nothing that is computed from the sum back into what norms it",
+    "experts' outputs are added up to the part, which nobody else reads":
+        "hand what the experts add up to the all-reduce alone",
+    "the part is a sum, a cast or a view of rows": "scale, add up and cast the rows of experts, and nothing else",
+    "what is on the way to the part is read there alone": "read the sum, or compute again what is on the way to it",
+    "each row of the part is made of rows of its own": "add up over the picks of a token, not over tokens",
+    "rows are named by a sort of as many": "take the rows of experts by the inverse of the sort that grouped them",
+    "what it is made of is no wider than the part": "return what experts compute in the dtype of the sum",
     "no write, collective or draw stands between the collective and what reads the sum":
         "move the other collective, draw or write before the all-reduce, or behind the norm",
     "writes inputs at its end alone": "let AOTAutograd make the graph functional, which puts writes at its end",

@@ -10,13 +10,13 @@ compiled for a device and before anything runs. So 40 layers at released widths 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import FrameSummary
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from v41._compat import input_name, without_storage
-from v41._compat_tools import not_whole
+from v41._compat_tools import failed_in_backend, not_whole, told_by_dynamo, without_a_log_of_fakes
 from v41._compat_trace import young_garbage_alone
-from v41.errors import GraphNotWhole
+from v41.errors import GraphNotWhole, ModelFails
 from v41.model_def.batch import Batch, Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
@@ -92,7 +92,8 @@ def capture_call(
     verify: bool | str = False,
     told: Callable[[str], None] = lambda phase: None,
 ) -> Inspection:
-    """A call of the model with the inputs that `make` returns with it, captured. GraphNotWhole where Dynamo cuts it.
+    """A call of the model with the inputs that `make` returns with it, captured. GraphNotWhole where Dynamo cuts it,
+    ModelFails where the model raises, or its operators do; both at the model's own line.
 
     codegen: how pieces are to run, on a device that need not be here (planning.py). verify: the backend's option of
     that name. told: hears which phase begins.
@@ -115,11 +116,15 @@ def capture_call(
         return stop
 
     told(PHASES[1])
-    with torch.no_grad(), young_garbage_alone(), collect() as reports, contextlib.suppress(Captured):
+    with torch.no_grad(), young_garbage_alone(), without_a_log_of_fakes(), collect() as reports:
         try:
             torch.compile(model, backend=backend, fullgraph=True)(*inputs)
-        except not_whole() as error:
-            raise GraphNotWhole("v41 capture", reason=first_line(error)) from error
+        except Captured:
+            pass
+        except Exception as error:  # of the model, which may raise anything
+            raise refusal(model, error) from error
+    if not reports:
+        raise GraphNotWhole(type(model).__name__, reason="there is no operator in it")
     (report,) = reports
     assert report.plan is not None and len(names) == len(report.plan.inputs)
     seconds |= report.seconds
@@ -131,8 +136,24 @@ def capture_call(
     return Inspection(of_ours, report, parameters, seconds, time.process_time() - cpu, peak)
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def refusal(model: nn.Module, error: Exception) -> Exception:
+    """What is to be raised where capturing `model` raised `error`: what the backend raised, as it is; else what Dynamo
+    made of the model's own mistake, at its line."""
+    if (ours := failed_in_backend(error)) is not None:
+        return ours
+    reason, frame = told_by_dynamo(error)
+    code = getattr(type(model).forward, "__code__", None)
+    if frame is None and code is not None:
+        frame = FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)
+    where = line_of(frame) if frame is not None else type(model).__name__
+    if isinstance(error, not_whole()) and not reason.startswith("raised exception "):
+        return GraphNotWhole(where, reason=reason)
+    return ModelFails(where, error=reason.removeprefix("raised exception "))
+
+
+def line_of(frame: FrameSummary) -> str:
+    """The way in which all that is told names a line of the model."""
+    return f"{'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno}  {frame.line or ''}".rstrip()
 
 
 def layers(inspection: Inspection) -> list[LayerView]:

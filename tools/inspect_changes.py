@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from v41.tools.tables import counted
+
 LayerValues = dict[str, Any]  # one entry of "layers"
 
 
@@ -59,7 +61,7 @@ def _pieces(was: LayerValues, now: LayerValues) -> Iterator[str]:
     keys, others = ([piece["key"] for piece in view["pieces"]] for view in (was, now))
     old, new = Counter(keys), Counter(others)
     if old != new:
-        yield f"{(old - new).total()} of {old.total()} pieces became {(new - old).total()} others"
+        yield f"{(old - new).total()} of {counted(old.total(), 'piece')} became {counted((new - old).total(), 'other')}"
     elif keys != others:
         yield f"the {len(keys)} pieces come in another order"
     else:

@@ -23,9 +23,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from v41.errors import NoInspection
+from v41.errors import NoInspection, UnusedOption
 from v41.regions import Region
 from v41.tools.expected import regions_found, regions_table
+from v41.tools.files import check_file, write_whole
 from v41.tools.graph_export import dot, model_explorer
 from v41.tools.html_page import page
 from v41.tools.inspect import LayerView, role
@@ -35,13 +36,14 @@ from v41.tools.pass_runs import console_of, told_by
 from v41.tools.plan_view import artifacts_table
 from v41.tools.report_view import show
 from v41.tools.run import Run
-from v41.tools.run_folder import MAIN, layer_values, run_values, write_whole
+from v41.tools.run_folder import MAIN, layer_values, run_values
 from v41.tools.sources import run_named
-from v41.tools.tables import add, say, table
+from v41.tools.tables import add, counted, say, table
 
 
 def inspect_command(arguments: Namespace) -> int:
     console = console_of(arguments)
+    check_options(arguments)
     saved = saved_layers(arguments.against) if arguments.against else None
     run = run_named(arguments, changes=arguments.changes or arguments.html is not None)
     export(arguments, run)
@@ -51,6 +53,16 @@ def inspect_command(arguments: Namespace) -> int:
         show_inspection(console, run)
     differs = saved is not None and show_changes(console, saved, layer_values(run))
     return int(differs or (arguments.strict and told_by(run).troubled))
+
+
+def check_options(arguments: Namespace) -> None:
+    """Before anything is captured: UnusedOption for what would change nothing, FileNotWritten for what cannot be."""
+    if arguments.of is not None and arguments.dot is None and arguments.model_explorer is None:
+        raise UnusedOption("v41 inspect", option="--of", reason="it says what --dot or --model-explorer draw")
+    if arguments.changes and not arguments.json:
+        raise UnusedOption("v41 inspect", option="--changes", reason="it adds to what --json prints")
+    for path in (arguments.html, arguments.dot, arguments.model_explorer):
+        check_file(path)
 
 
 def export(arguments: Namespace, run: Run) -> None:
@@ -101,7 +113,7 @@ def show_inspection(console: Console, run: Run) -> None:
         sites = [(view.layer, region) for view in views for region in view.regions if text_of(region) == text]
         where = ", ".join(dict.fromkeys("-" if layer is None else str(layer) for layer, _ in sites))
         say(console, f"#{number:<5} {brief(sites[0][1])}")
-        say(console, f"       {len(sites)} site{'s' * (len(sites) > 1)}, in layers {where}")
+        say(console, f"       {counted(len(sites), 'site')}, in layers {where}")
     for line in refusals(views):
         say(console, line, "yellow")
     console.print()

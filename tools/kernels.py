@@ -3,45 +3,60 @@
     mhc_boundary_3fa2b1c7   pieces piece_4, piece_8, ...   rows 1: grid of 1 x 40, 4 warps   rows 64: ...
 
 Made from the pieces' bodies alone, by the backend's own decision (backend.kernel_of), so no GPU need be there: outside
-of one a program runs its ATen nodes, and this is what it would launch. `compiled` then compiles them for a GPU by name,
-in another process (lowering/cross_compile.py).
+of one a program runs its ATen nodes, and this is what it would launch, for each of ARCHS, in steps of ROWS rows.
+`compiled` then compiles them for a GPU by name, in another process (lowering/cross_compile.py).
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from v41._compat import without_storage
 from v41.backend import kernel_of, kinds_cut_out
+from v41.errors import KernelsNotWritten
 from v41.lowering.cross_compile import Facts, Request, compile_for
 from v41.lowering.generated import GeneratedPiece
-from v41.lowering.rowwise.launch import Kernel
+from v41.lowering.gpu import KNOWN, as_on
+from v41.lowering.rowwise.launch import Kernel, kernel_directory
+from v41.lowering.templates.all_reduce import SummingKernel
+from v41.lowering.templates.index_scores import IndexKernel
+from v41.model_def.config import V41Config
 from v41.plan import Piece, Plan
 from v41.regions import region_of, regions
+from v41.tools import files
+from v41.tools.formulas import evaluate
+from v41.tools.steps import step_of_rows
 
-ROWS = (1, 64, 4096)  # for which launches are told
+ROWS = (1, 64, 4096)  # for which launches are told: decode steps, and a prefill
+ARCHS = tuple(KNOWN)
 POINTER = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
     torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8",
     torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
+Sizes = Mapping[int, Mapping[str, int]]  # rows of a step -> its sizes, by symbols of the plan
 
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """One launch of a step of `rows`: Triton's names of its arguments' types, constants and options."""
+    """One launch of a step of `rows` on `arch`: which function of the text, Triton's names of its arguments' types,
+    constants, options, and which of its numbers Triton knows to be multiples of 16."""
 
     rows: int
+    arch: str
+    function: str
     grid: tuple[int, ...]
     signature: dict[str, str]
     constants: dict[str, Any]
     options: dict[str, Any]
+    divisible: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -56,18 +71,24 @@ class KernelFacts:
     refusal: str | None = None
 
 
-def kernels_of(plan: Plan, codegen: str) -> list[KernelFacts]:
+def kernels_of(plan: Plan, codegen: str, config: V41Config | None = None) -> list[KernelFacts]:
     """One for each artifact that the backend generates a kernel for, or would if it could; in order of its first piece.
 
-    codegen: the one that `plan` was made for. None but "triton" generates.
+    codegen: the one that `plan` was made for. None but "triton" generates. config: of the model, if it is a V4.1 model;
+    steps have its sizes, and those that decode read as many tokens as steps.CONTEXT. KernelsNotWritten.
     """
+    if codegen != "triton":
+        return []
     pieces = {piece.name: piece for piece in plan.pieces}
-    groups = plan.keys.values() if codegen == "triton" else ()
-    found = (_kernel(pieces[names[0]], names) for names in groups)
+    sizes = {rows: step_of_rows(plan, config, rows).symbols for rows in ROWS}
+    try:
+        found = [_kernel(pieces[names[0]], names, sizes) for names in plan.keys.values()]
+    except OSError as error:
+        raise KernelsNotWritten(kernel_directory(), problem=files.told(error)) from error
     return [each for each in found if each is not None]
 
 
-def _kernel(piece: Piece, names: Sequence[str]) -> KernelFacts | None:
+def _kernel(piece: Piece, names: Sequence[str], sizes: Sizes) -> KernelFacts | None:
     made = kernel_of(piece.body, piece.name)
     if made is None:
         return None
@@ -75,7 +96,9 @@ def _kernel(piece: Piece, names: Sequence[str]) -> KernelFacts | None:
     if not isinstance(made, GeneratedPiece):
         kinds = "_".join(kinds_cut_out(piece.body))
         return KernelFacts(kinds, told, tuple(names), "", (), f"{made.node} ({made.op}) {made.reason}")
-    return KernelFacts(made.kernel.name, told, tuple(names), made.kernel.source, tuple(launches_of(made.kernel)))
+    kernel, values = made.kernel, [node.meta["val"] for node in piece.body.graph.find_nodes(op="placeholder")]
+    launches = tuple(launches_of(kernel, values, sizes))
+    return KernelFacts(kernel.name, told, tuple(names), kernel.source, launches)
 
 
 def taken(kernels: Iterable[KernelFacts]) -> frozenset[str]:
@@ -83,23 +106,40 @@ def taken(kernels: Iterable[KernelFacts]) -> frozenset[str]:
     return frozenset(piece for kernel in kernels if kernel.refusal is None for piece in kernel.pieces)
 
 
-def launches_of(kernel: Kernel, rows: Sequence[int] = ROWS) -> Iterator[LaunchFacts]:
-    """What steps of `rows` launch, as on a GPU with all the shared memory it asks for. Nothing is told of a kernel of
-    several functions, which launches them by more sizes than rows: an indexer's."""
-    if not hasattr(kernel.module, kernel.name):
+def launches_of(kernel: Kernel, values: Sequence[object], sizes: Sizes) -> Iterator[LaunchFacts]:
+    """What steps of `sizes` launch on each of ARCHS. values: what tracing says of the inputs of its piece. A sum over
+    ranks is left out: it launches by how many processors their GPUs have, and what memory they share."""
+    if isinstance(kernel, SummingKernel):
         return
-    names = kernel.function.arg_names
-    for count in rows:
-        with without_storage():
-            given = [
-                None if what is None else torch.empty([count if n is None else n for n in what.shape], dtype=what.dtype)
-                for what in kernel.inputs
-            ]
-            call = kernel.prepare(given)
-        types = ["i32" if isinstance(arg, int) else POINTER[arg.dtype] for arg in call.arguments]
-        signature = dict(zip(names, types, strict=False))
-        for grid, constants, options in call.steps():
-            yield LaunchFacts(count, tuple(grid), signature, dict(constants), dict(options))
+    for arch in ARCHS:
+        for rows, symbols in sizes.items():
+            with as_on(arch), without_storage():
+                steps = steps_of(kernel, [like(value, symbols) for value in values])
+            for name, grid, arguments, constants, options in steps:
+                function = getattr(kernel.module, name)
+                given = dict(zip(function.arg_names, arguments, strict=False))
+                types = {arg: POINTER[v.dtype] if isinstance(v, Tensor) else "i32" for arg, v in given.items()}
+                any_value = getattr(function, "do_not_specialize", None) or ()
+                even = tuple(arg for arg, v in given.items()
+                             if isinstance(v, int) and v % 16 == 0 and arg not in any_value)  # fmt: skip
+                yield LaunchFacts(rows, arch, name, tuple(grid), types, dict(constants), dict(options), even)
+
+
+def steps_of(kernel: Kernel, given: Sequence[Any]) -> list[tuple[str, Sequence[int], Sequence[Any], Any, Any]]:
+    """Function, grid, arguments, constants and options of each launch."""
+    if isinstance(kernel, IndexKernel):
+        steps, _ = kernel.steps(given)
+        return [(step.kernel, step.grid, step.arguments, step.constants, step.options) for step in steps]
+    call = kernel.prepare(given)
+    return [(kernel.name, grid, call.arguments, constants, options) for grid, constants, options in call.steps()]
+
+
+def like(value: object, symbols: Mapping[str, int]) -> object:
+    """A tensor of these sizes and strides, or a number."""
+    if not isinstance(value, Tensor):
+        return evaluate(str(value), symbols)
+    shape, strides = ([evaluate(str(n), symbols) for n in each] for each in (value.shape, value.stride()))
+    return torch.empty_strided(shape, strides, dtype=value.dtype)
 
 
 @dataclass(frozen=True)
@@ -107,6 +147,7 @@ class Compiled:
     """One kernel's launch, compiled."""
 
     kernel: str
+    function: str
     rows: int
     constants: dict[str, Any]
     facts: Facts
@@ -126,10 +167,10 @@ def compiled(
             path.write_text(kernel.source)
             asked: dict[str, tuple[int, Request]] = {}
             for launch in kernel.launches:
-                if launch.rows in rows:
-                    request = Request(str(path), kernel.name, launch.signature, launch.constants, arch, (),
-                                      launch.options)  # fmt: skip
+                if launch.rows in rows and launch.arch == arch:
+                    request = Request(str(path), launch.function, launch.signature, launch.constants, arch,
+                                      launch.divisible, launch.options)  # fmt: skip
                     asked.setdefault(repr(request), (launch.rows, request))
             facts = compile_for([request for _, request in asked.values()])
             for (count, request), each in zip(asked.values(), facts, strict=True):
-                yield Compiled(kernel.name, count, dict(request.constants), each)
+                yield Compiled(kernel.name, request.kernel, count, dict(request.constants), each)

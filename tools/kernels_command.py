@@ -2,14 +2,17 @@
 
     kernel                regions            pieces  lines  rows  launch   grid       warps
     mhc_boundary_2e5db2   mhc_boundary seam  77        412     1  1 of 1   1 x 40         4
+    index_scores_967736   index_scores       1         409     1  1 of 2 scores_1  1 x 8  4
     ...
     no kernel  norm_quantise, piece_13: ...                     a region that was to have one, and why it has none
 
-    kernel  rows  launch  PTX KB  cubin KB  registers  spilled B  shared KB          with --arch: compiled for that GPU
+    kernel  function  rows  PTX KB  cubin KB  registers  spilled B  shared KB      with --arch: compiled for that GPU
     ...
 
 --show NAME prints a kernel's text, which says in its first lines what it reads, writes and rounds. A spill is bytes a
-thread stores and loads for want of registers. Launches are those of --rows.
+thread stores and loads for want of registers. Launches are those of --rows, on --arch or else on sm_90: a step that
+decodes so many requests at 4096 tokens, or, of more than 256 rows, reads a prompt as long. A text may hold several
+functions, as an indexer's does: scores, then the rounds of its selections.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from v41.errors import UnknownKernel
+from v41.errors import InvalidOptionValue, UnknownKernel
 from v41.tools.json_output import print_json
-from v41.tools.kernels import Compiled, KernelFacts, compiled
+from v41.tools.kernels import ROWS, Compiled, KernelFacts, compiled
 from v41.tools.nearest import choices
 from v41.tools.pass_runs import console_of
 from v41.tools.progress import progress
@@ -32,21 +35,35 @@ from v41.tools.run import Run
 from v41.tools.sources import run_named
 from v41.tools.tables import add, say, table
 
+HOPPER = "sm_90"  # of which launches are told where no --arch is asked for
+
 
 def kernels_command(arguments: Namespace) -> int:
     console = console_of(arguments)
+    check_rows(arguments.rows)
     run = run_named(arguments)
     if arguments.show is not None:
-        print(kernel_named(run.kernels, arguments.show).source, end="")
+        kernel = kernel_named(run.kernels, arguments.show)
+        if arguments.json:
+            print_json("kernels", {"source": run.source, "kernels": [asdict(kernel)]})
+        else:
+            print(kernel.source, end="")
         return 0
     made = [kernel for kernel in run.kernels if kernel.refusal is None]
     found = for_arch(made, arguments.arch, arguments.rows) if arguments.arch is not None else None
     if arguments.json:
         print_json("kernels", values(run, found))
     else:
-        show(console, run.kernels, found, arguments.rows)
+        show(console, run.kernels, found, arguments.rows, arguments.arch or HOPPER)
     refused = len(made) < len(run.kernels)
     return int(arguments.strict and (refused or any(each.facts.spill_bytes for each in found or ())))
+
+
+def check_rows(rows: Sequence[int]) -> None:
+    """InvalidOptionValue for steps of which no launches are told."""
+    strange = [str(count) for count in rows if count not in ROWS]
+    if strange:
+        raise InvalidOptionValue("v41 kernels", option="--rows", value=",".join(strange), allowed="some of 1, 64, 4096")
 
 
 def kernel_named(kernels: Sequence[KernelFacts], name: str) -> KernelFacts:
@@ -65,30 +82,31 @@ def for_arch(kernels: Sequence[KernelFacts], arch: str, rows: Sequence[int]) -> 
 
 
 def show(
-    console: Console, kernels: Sequence[KernelFacts], found: Sequence[Compiled] | None, rows: Sequence[int]
+    console: Console, kernels: Sequence[KernelFacts], found: Sequence[Compiled] | None, rows: Sequence[int], arch: str
 ) -> None:
     if not kernels:
         console.print("no region of this program gets a kernel of its own")
         return
-    console.print(launches_table(kernels, rows))
+    console.print(launches_table(kernels, rows, arch))
     for line in refusals(kernels):
         say(console, line, "yellow")
     if found is None:
-        say(console, "sizes     registers, spills and bytes: --arch sm_90 compiles for that GPU")
+        say(console, f"launches  are those on {arch}; --arch sm_90 compiles for it: registers, spills, bytes")
         return
     console.print()
     console.print(compiled_table(found))
 
 
-def launches_table(kernels: Sequence[KernelFacts], rows: Sequence[int]) -> Table:
+def launches_table(kernels: Sequence[KernelFacts], rows: Sequence[int], arch: str = HOPPER) -> Table:
     made = table("kernel", "regions", "pieces", "lines", "rows", "launch", "grid", "warps", left=2)
     for kernel in kernels:
-        launches = [launch for launch in kernel.launches if launch.rows in rows]
+        launches = [launch for launch in kernel.launches if launch.rows in rows and launch.arch == arch]
         facts: tuple[Any, ...] = (kernel.name, ", ".join(kernel.regions), len(kernel.pieces), kernel.source.count("\n"))
         for launch in launches:
             same = [each for each in launches if each.rows == launch.rows]
             grid = " x ".join(map(str, launch.grid))
             number = f"{same.index(launch) + 1} of {len(same)}"
+            number += f" {launch.function}" * (launch.function != kernel.name)
             add(made, *facts, launch.rows, number, grid, launch.options.get("num_warps"))
             facts = ("", "", "", "")
         if not launches and kernel.refusal is None:
@@ -97,10 +115,10 @@ def launches_table(kernels: Sequence[KernelFacts], rows: Sequence[int]) -> Table
 
 
 def compiled_table(found: Sequence[Compiled]) -> Table:
-    made = table("kernel", "arch", "rows", "PTX KB", "cubin KB", "registers", "spilled B", "shared KB", left=2)
+    made = table("kernel", "function", "rows", "PTX KB", "cubin KB", "registers", "spilled B", "shared KB", left=2)
     for each in found:
-        facts = each.facts
-        add(made, each.kernel, facts.arch, each.rows, len(facts.ptx) / 1000, facts.cubin_bytes / 1000, facts.registers,
+        facts, function = each.facts, each.function if each.function != each.kernel else None
+        add(made, each.kernel, function, each.rows, len(facts.ptx) / 1000, facts.cubin_bytes / 1000, facts.registers,
             facts.spill_bytes or None, facts.shared_bytes / 1000)  # fmt: skip
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-LISTED = 20  # names that an answer lists
+LISTED, FEW = 20, 8  # names that an answer lists: all of so many, or of more those like the one that was typed
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -16,9 +16,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def choices(name: str, known: Iterable[str]) -> str:
-    """What an error says there is: "outline_mhc, the nearest; all: canonicalize, ..."."""
+    """What an error says there is: "outline_mhc, the nearest; all: canonicalize, ..."; of many names those like it."""
     names = list(known)
     near = nearest(name, names)
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    listed = ", ".join(names[:LISTED]) + more
+    if len(names) > LISTED:
+        like = get_close_matches(name, names, FEW, 0.4)
+        listed = f"{', '.join(like)} and {len(names) - len(like)} more" if like else f"there are {len(names)}"
+        return f"{near}, the nearest; like it: {listed}" if near is not None else listed
+    listed = ", ".join(names)
     return f"{near}, the nearest; all: {listed}" if near is not None else listed

@@ -26,7 +26,7 @@ from v41.tools.pass_runs import console_of, told_by
 from v41.tools.plan_view import borders, borders_table, rounding_table, rounding_values
 from v41.tools.run import Run
 from v41.tools.sources import run_named
-from v41.tools.tables import add, say, table
+from v41.tools.tables import add, counted, say, table
 
 
 def partition_command(arguments: Namespace) -> int:
@@ -64,5 +64,6 @@ def pieces_table(run: Run) -> Table:
 
 
 def remarks(plan: Plan) -> Iterator[str]:
-    yield f"{len(plan.pieces)} pieces, {len(plan.keys)} artifacts, {sum(piece.nodes for piece in plan.pieces)} nodes"
+    counts = {"piece": len(plan.pieces), "artifact": len(plan.keys), "node": sum(piece.nodes for piece in plan.pieces)}
+    yield ", ".join(counted(count, thing) for thing, count in counts.items())
     yield from (f"{event.before} waits for {event.after}" for event in plan.events)

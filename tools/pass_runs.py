@@ -9,6 +9,7 @@ A file is judged as it is read: NoInspection says what is missing or wrong in it
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from v41.tools.expected import differences, regions_found
 from v41.tools.nearest import choices
 from v41.tools.run import Run
 from v41.tools.saved_passes import run_from
-from v41.tools.sources import is_run, run_named
+from v41.tools.sources import is_run, refuse_unused, run_named
 from v41.tools.tables import WIDTH
 
 
@@ -52,9 +53,16 @@ def troubled(run: PassRun) -> bool:
     return run.refused > 0 or run.failure is not None
 
 
+class Pipe(Console):
+    """A console that leaves it to the command what to do where nobody reads any more."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console_of(arguments: Namespace) -> Console:
     """Where tables go; beside JSON, stdout is for that alone. A narrower terminal wraps lines: no figure is cut."""
-    console = Console(stderr=arguments.json, highlight=False)
+    console = Pipe(stderr=arguments.json, highlight=False)
     console.width = max(console.width, WIDTH)
     return console
 
@@ -63,7 +71,8 @@ def told_of(arguments: Namespace, console: Console, *, changes: bool = False) ->
     """The passes of what `arguments` name; with what they changed, where `changes`. A wrong name of a pass is refused
     before anything is captured."""
     name = getattr(arguments, "name", None)
-    if Path(arguments.model).is_file() or arguments.model.endswith(".json"):
+    if os.path.isfile(arguments.model) or arguments.model.endswith(".json"):
+        refuse_unused(arguments, ("codegen", "layers", "ranks"), "the run was captured with its own")
         saved = saved_runs(Path(arguments.model))
         pass_named(saved.runs, name)
         return saved

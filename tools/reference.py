@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from v41.tools.run_folder import write_whole
+from v41.tools.files import write_whole
 
 PAGES = {  # a page -> its modules
     "library": ("v41", "v41.report", "v41.options", "v41.tools.explanation", "v41.runtime.past_guards"),

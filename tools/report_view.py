@@ -22,7 +22,7 @@ from v41.passes.plan_passes import PLAN_PASSES
 from v41.report import CompileReport, Decision, PassRun
 from v41.tools.captures_view import capture_remarks, capture_values, captures_table
 from v41.tools.plan_view import borders, borders_table, rounding_table, rounding_values
-from v41.tools.tables import add, say, table
+from v41.tools.tables import add, counted, say, table
 
 BETWEEN = "between passes"
 
@@ -104,7 +104,7 @@ def remarks(passes: Sequence[PassRun]) -> list[str]:
             if not decision.applied:
                 groups.setdefault(str(decision.rule), []).append(decision)
         for rule, sites in groups.items():
-            first, count = sites[0], f"{len(sites)} site{'s' * (len(sites) > 1)}"
+            first, count = sites[0], counted(len(sites), "site")
             lines += [
                 f'refused  {run.name}, {count}: "{rule}"; first at {first.node}, broken by {first.culprit}',
                 f"         {first.source}",

@@ -2,7 +2,7 @@
 
     run_of(inspection, "preset tiny")     a live one: its graphs are there, and what is asked of them is worked out then
     run.report, run.layers                small, and always there
-    run.nodes, run.work, run.kernels      large: worked out, or read from their files, when first asked for
+    run.nodes, run.work, run.kernels ...  large: worked out, or read from their files, when first asked for
 
 Every command that shows something reads a Run, so it shows the same of a model and of a file.
 """
@@ -24,6 +24,7 @@ from v41.tools.expected import regions_expected
 from v41.tools.inspect import Inspection, LayerView, layers
 from v41.tools.kernels import KernelFacts, kernels_of, taken
 from v41.tools.nodes import NodeFacts, WorkFacts, nodes_of, work_of
+from v41.tools.predicted import Predicted, predicted
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,18 @@ class Run:
         return cast("list[WorkFacts]", self.parts["work"]())
 
     @cached_property
+    def predicted(self) -> Predicted:
+        """How long pieces take, and the plans with side streams."""
+        return cast("Predicted", self.parts["predicted"]())
+
+    @cached_property
     def kernels(self) -> list[KernelFacts]:
         return cast("list[KernelFacts]", self.parts["kernels"]())
 
 
 def run_of(inspection: Inspection, source: str) -> Run:
     views, plan, codegen = layers(inspection), inspection.plan, str(inspection.report.options["codegen"][0])
-    kernels = cache(lambda: kernels_of(plan, codegen))
+    kernels = cache(lambda: kernels_of(plan, codegen, inspection.config))
     layer_of = {piece.name: view.layer for view in views for piece in view.pieces}
     runs = inspection.report.passes
     kept = all(run.changes is not None for run in runs)
@@ -101,6 +107,7 @@ def run_of(inspection: Inspection, source: str) -> Run:
             "nodes": lambda: nodes_of(plan),
             "work": lambda: work_of(plan, layer_of, taken(kernels())),
             "kernels": kernels,
+            "predicted": lambda: predicted(plan),
         },
     )
 

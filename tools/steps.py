@@ -4,7 +4,7 @@
     rows 4096    more rows than a decode step has: one request that reads 4096 tokens     requests=1 longest=4096 ...
 
 Sizes are those of a Batch, built as the model's own runner builds it. A model that is not V4.1 has sizes of its own:
-each is the number of rows, unless --size gives another.
+each is the number of rows, unless --size gives another, and so is what follows from values alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from torch import Tensor
 
 from v41._compat import without_storage
 from v41._compat_tools import marked_sizes
-from v41.errors import SizesMissing
+from v41.errors import SizesMissing, StepTooLarge
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.plan import Plan
+from v41.tools.tables import counted
 
 CONTEXT = 4096
+MOST = 1 << 20  # rows of a step: a Batch of them takes seconds, and no step has as many
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,17 @@ def step_of_rows(
     given: Mapping[str, int] | None = None,
     buckets: Buckets | None = None,
 ) -> Step:
-    """A step of `rows`. given: sizes that are something else. SizesMissing for what has no name and is not given.
+    """A step of `rows`. given: sizes that are something else. SizesMissing for what has no name and is not given,
+    StepTooLarge of a V4.1 model with more than MOST rows.
 
     buckets: sizes are rounded up to these.
     """
-    names = dict.fromkeys(plan.sizes.values())
+    sizes = named_sizes(plan)
+    names = dict.fromkeys(sizes.values())
+    if config is not None and rows > MOST:
+        raise StepTooLarge("--tokens", rows=rows, most=MOST)
     if config is None:
-        label, known = f"{rows} rows", dict.fromkeys(names, rows)
+        label, known = counted(rows, "row"), dict.fromkeys(names, rows)
     else:
         label, chunks = chunks_of(config, rows, context)
         known = sizes_of_batch(config, chunks, buckets)
@@ -61,7 +67,12 @@ def step_of_rows(
     missing = [name for name in names if name not in known]
     if strange or missing:
         raise SizesMissing("--size", sizes=", ".join(strange or missing))
-    return Step(label, {name: known[name] for name in names}, {u: known[name] for u, name in plan.sizes.items()})
+    return Step(label, {name: known[name] for name in names}, {u: known[name] for u, name in sizes.items()})
+
+
+def named_sizes(plan: Plan) -> dict[str, str]:
+    """Symbol -> name; what no input has, as how many numbers a mask picks, goes by its symbol."""
+    return plan.sizes | {u: u for piece in plan.pieces for u in piece.sizes if u not in plan.sizes}
 
 
 def chunks_of(config: V41Config, rows: int, context: int) -> tuple[str, list[Chunk]]:

@@ -45,6 +45,11 @@ def fitted(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, width, subsequent_indent=" " * hang, break_on_hyphens=False) or [""]
 
 
+def counted(count: int, thing: str, width: int = 0) -> str:
+    """"1 piece", "3 pieces"; `width`: of the number."""
+    return f"{count:{width}} {thing}{'s' * (count != 1)}"
+
+
 def _short(number: float) -> str:
     """Three digits that matter, without a power of ten where there are more in front of the point."""
     return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"

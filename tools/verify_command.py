@@ -8,7 +8,8 @@
 
 Rules are those of passes/verify.py. Values: the program before and after the pass, on the same random inputs, also in
 fp64; the node named is the first whose value is another (passes/same_values.py). A pass that breaks something is
-undone, so those behind it are judged on what it was given. It needs the graphs: a model, no saved run.
+undone, so those behind it are judged on what it was given. It runs the graphs, which no saved run holds: it takes a
+model, and of a run it says which.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from v41.options import NUMERIC
 from v41.report import PassRun
 from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of
-from v41.tools.sources import inspected, model_named
+from v41.tools.sources import CODEGEN, inspected, is_run, model_of, needs_model
 from v41.tools.tables import add, say, table
 
 
 def verify_command(arguments: Namespace) -> int:
     console = console_of(arguments)
-    model = model_named(arguments.model, arguments.layers, arguments.ranks)
-    runs = inspected(model, arguments.codegen, verify=NUMERIC).report.passes
+    if is_run(arguments.model):
+        told = "verify runs it before and after each pass, on random inputs"
+        raise needs_model(arguments.model, told, "v41 verify {}")
+    model = model_of(arguments)
+    runs = inspected(model, arguments.codegen or CODEGEN, verify=NUMERIC).report.passes
     if arguments.json:
         print_json("verify", {"source": model.name, "holds": holds(runs), "passes": [values(run) for run in runs]})
     else:

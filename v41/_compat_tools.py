@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import logging
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, export, ops
@@ -13,6 +17,38 @@ def not_whole() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return (exc.Unsupported, exc.UserError)
+
+
+def failed_in_backend(error: BaseException) -> Exception | None:
+    """What a backend raised, where torch.compile says that one failed."""
+    from torch._dynamo import exc
+
+    return error.inner_exception if isinstance(error, exc.BackendCompilerFailed) else None
+
+
+def told_by_dynamo(error: BaseException) -> tuple[str, traceback.FrameSummary | None]:
+    """What went wrong while Dynamo traced, in a line, and the frame of the model that it was at.
+
+    An exception that the model raised itself stands in the context that Dynamo gives, what an operator raised in the
+    explanation, behind `got`.
+    """
+    reason, _, rest = (str(error).strip() or type(error).__name__).partition("\n")
+    got = re.search(r": got (.+)$", rest.partition("\n")[0])
+    context = re.search(r"Developer debug context: (raised exception .+)", rest)
+    found = got or context
+    stack = getattr(error, "real_stack", None)
+    return (found[1].rstrip(".") if found else reason), (stack[-1] if stack else None)
+
+
+@contextlib.contextmanager
+def without_a_log_of_fakes() -> Iterator[None]:
+    """Under it torch does not log the traceback of an operator that fails on tensors without storage: it is raised."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def marked_sizes(tensors: Iterable[Tensor]) -> dict[str, int]:
@@ -27,9 +63,9 @@ def marked_sizes(tensors: Iterable[Tensor]) -> dict[str, int]:
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Writes a text into torch's structured trace (TORCH_TRACE), where tlparse shows it by that name. Where none is
     written, `text` is not asked for; an old torch without that trace writes nothing."""
-    from torch._logging import _internal as logging
+    from torch._logging import _internal
 
-    write = getattr(logging, "trace_structured", None)
+    write = getattr(_internal, "trace_structured", None)
     if write is not None:
         told = {"name": name, "encoding": "json"}
         write("artifact", metadata_fn=lambda: told, payload_fn=text, expect_trace_id=False)

@@ -178,7 +178,7 @@ class FunctionUnusable(V41Error):
     """facts: function, problem."""
 
     found = "{function} gives no model: {problem}"
-    fix = "name an importable function without arguments that returns (model, inputs), inputs a tuple"
+    fix = "name an importable function without arguments that returns (model, inputs), inputs a tuple or list"
 
 
 class GraphNotWhole(V41Error):
@@ -186,6 +186,13 @@ class GraphNotWhole(V41Error):
 
     found = "Dynamo cannot trace the call as one graph: {reason}"
     fix = "change the line it names, or capture a part of the model that it can trace"
+
+
+class ModelFails(V41Error):
+    """facts: error."""
+
+    found = "the model fails in this call: {error}"
+    fix = "correct that line, or the inputs that are given with the model; run it once without v41"
 
 
 class RunUnreadable(V41Error):
@@ -202,11 +209,39 @@ class RunNotWritten(V41Error):
     fix = "name a folder that is not there yet, or one that holds a run"
 
 
-class NeedsModel(V41Error):
-    """facts: what."""
+class FileNotWritten(V41Error):
+    """facts: problem."""
 
-    found = "a saved run holds no graph, and {what} runs it"
-    fix = "name the model itself: a preset, a checkpoint folder or MODULE:FUNCTION"
+    found = "the file cannot be written there: {problem}"
+    fix = "name a file in a folder that you may write to"
+
+
+class KernelsNotWritten(V41Error):
+    """facts: problem."""
+
+    found = "generated kernels are kept as files, which Triton reads, and none can be written there: {problem}"
+    fix = "set XDG_CACHE_HOME to a folder that you may write to"
+
+
+class NeedsModel(V41Error):
+    """facts: what, source (of the run), command (that does it)."""
+
+    found = "a saved run holds what was found in a graph, not the graph, and {what}"
+    fix = "name what was captured, {source}: {command}"
+
+
+class UnusedOption(V41Error):
+    """facts: option, reason."""
+
+    found = "{option} would change nothing here: {reason}"
+    fix = "leave {option} out"
+
+
+class StepTooLarge(V41Error):
+    """facts: rows, most."""
+
+    found = "a step of {rows} rows is not reckoned: its batch is laid out row by row"
+    fix = "give at most {most} rows"
 
 
 class UnknownNode(V41Error):

@@ -46,6 +46,7 @@ class Work:
     fixed_us: float  # however many rows there are
     moved: Callable[[int], float]  # rows -> bytes
     machine: Machine
+    formula: str = "0"  # of these bytes, over `rows`: what a file can hold
 
     def us(self, rows: int) -> float:
         return self.fixed_us + self.moved(rows) / self.machine.bytes_us
@@ -78,7 +79,9 @@ class Times:
             else:
                 kernels += 1
         fixed = (kernels + elementwise) * machine.launch_us + deep
-        return Work(fixed, self._at_rows(sympy.Add(*self._moved(leaves))), machine)
+        amount = self._over_rows(sympy.Add(*self._moved(leaves)))
+        moved = sympy.lambdify([ROWS], amount, modules=["math", {"Min": min, "Max": max}])
+        return Work(fixed, moved, machine, str(amount))
 
     def _moved(self, leaves: list[Node]) -> Iterator[Expr]:
         """Bytes of each kernel: of elementwise nodes, what they take from others and others from them."""
@@ -109,9 +112,9 @@ class Times:
             )  # fmt: skip
         return self._depth[body]
 
-    def _at_rows(self, amount: Expr) -> Callable[[int], float]:
+    def _over_rows(self, amount: Expr) -> Expr:
         likely = {symbol: ROWS if self.sizes.get(str(symbol)) in LIKE_ROWS else ONE for symbol in amount.free_symbols}
-        return sympy.lambdify([ROWS], amount.subs(likely), modules=["math", {"Min": min, "Max": max}])
+        return amount.subs(likely)
 
 
 def base_of(node: Node) -> Node:

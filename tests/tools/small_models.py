@@ -96,6 +96,71 @@ def cut() -> tuple[nn.Module, tuple[Tensor]]:
     return Cut(), (torch.rand(3),)
 
 
+class Picks(nn.Module):
+    """How many numbers it picks follows from their values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x.nonzero()[:, 0]] * 2
+
+
+def picks() -> tuple[nn.Module, tuple[Tensor]]:
+    x = torch.rand(5, WIDTH)
+    mark_rows(x)
+    return Picks(), (x,)
+
+
+class Misshapen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(WIDTH + 1, WIDTH)  # no such product
+
+
+def misshapen() -> tuple[nn.Module, tuple[Tensor]]:
+    return Misshapen(), (torch.rand(3, WIDTH),)
+
+
+class Refuses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise LookupError("no such expert")
+
+
+def refuses() -> tuple[nn.Module, tuple[Tensor]]:
+    return Refuses(), (torch.rand(3),)
+
+
+def too_few() -> tuple[nn.Module, tuple[()]]:
+    return Balanced(), ()
+
+
+def learns() -> tuple[nn.Module, tuple[Tensor]]:
+    class Learns(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return x * 2
+
+    return Learns(), (torch.rand(3, requires_grad=True),)
+
+
+def identity() -> tuple[nn.Module, tuple[Tensor]]:
+    return nn.Identity(), (torch.rand(3),)
+
+
+def chatters() -> tuple[nn.Module, tuple[Tensor]]:
+    print("weights are made")
+    return balanced()
+
+
+def leaves() -> None:
+    raise SystemExit(3)
+
+
+class Odd(BaseException):
+    """No Exception."""
+
+
+def odd() -> None:
+    raise Odd
+
+
 def no_pair() -> Tensor:
     return torch.rand(3)
 

@@ -65,6 +65,13 @@ def test_passes_are_switched_off_for_the_check_beside_those_that_are_already(mon
         passes_without(["no_such_program_of_anybody"], [])
 
 
+@pytest.mark.parametrize("words", [[], ["--"], ["--json"]])
+def test_without_a_command_there_is_nothing_to_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bisect", *words]) == 2
+    captured = capsys.readouterr()
+    assert "there is no command" in captured.err and not captured.out
+
+
 @pytest.mark.parametrize("name", [NAMES[0], "outline_mhc", NAMES[-1]])
 def test_the_command_names_the_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bisect", "--json", "--", *fails_with(name)]) == 1

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.tools.small_models import run_of_balanced, run_of_routed
+from v41.tools.files import write_whole
 from v41.tools.html_page import page
-from v41.tools.run_folder import write_whole
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for path in map(shutil.which, NAMES) if path is not None), None)

@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.tools.printed import printed
 from tests.tools.small_models import WIDTH, run_of_balanced
-from v41.errors import SizesMissing, UnknownGPU
+from v41.errors import SizesMissing, StepTooLarge, UnknownGPU
 from v41.model_def.batch import block_counts
 from v41.model_def.buckets import Buckets
 from v41.model_def.config import V41Config
 from v41.passes.analysis.cost import Costs, total
 from v41.plan import Plan
+from v41.tools import cost_command
 from v41.tools.cli import main
 from v41.tools.cost_command import Total, costs_table, show, totals, unknown
 from v41.tools.gpus import GPUS, gpu_named
 from v41.tools.nodes import OTHERS, PRODUCTS, WorkFacts
 from v41.tools.run_folder import save
-from v41.tools.steps import Step, step_of_rows
+from v41.tools.steps import MOST, Step, step_of_rows
 
 H200 = GPUS["H200"]
 
@@ -148,3 +151,44 @@ def test_of_a_program_without_a_size_that_changes_one_table_is_printed(capsys: p
     assert out.count("us, least") == 1 and "every step, since no size of this program changes on H200" in out
     show(Console(width=100), run, [step(1), step(4096), step(4096)], H200)
     assert capsys.readouterr().out.count("us, least") == 2
+
+
+def test_a_size_that_follows_from_values_is_a_size_that_one_can_give(capsys: pytest.CaptureFixture[str]) -> None:
+    """By itself it is as many as rows: no formula is left without a number, in cost and memory alike."""
+    for command in ("cost", "memory"):
+        torch._dynamo.reset()
+        assert main([command, "tests.tools.small_models:picks", "--tokens", "3", "--json"]) == 0
+        (step,) = json.loads(capsys.readouterr().out)["steps"]
+        assert step["sizes"]["rows"] == 3 and len(step["sizes"]) > 1
+
+
+@pytest.mark.parametrize("rows", [MOST + 1, 10**12, 2**63 - 1])
+def test_a_step_beyond_all_batches_is_refused_at_once(rows: int) -> None:
+    with pytest.raises(StepTooLarge, match=f"at most {MOST} rows"):
+        step_of_rows(run_of_balanced().plan, V41Config.preset("tiny"), rows)
+    assert step_of_rows(run_of_balanced().plan, None, rows).sizes["rows"] == rows  # another model's is a number alone
+
+
+def test_rows_that_no_tensor_has_are_no_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    for rows in (str(10**30), "2.5", "1,x", "-3"):
+        with pytest.raises(SystemExit) as left:
+            main(["cost", "tiny", "--tokens", rows])
+        told = " ".join(capsys.readouterr().err.split())
+        assert left.value.code == 2 and "is not a whole number from 1 to 2**63 - 1" in told
+
+
+def test_nothing_is_printed_before_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run_of_balanced(), tmp_path / "run")
+    real, calls = cost_command.totals, list[int]()
+
+    def second_fails(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise SizesMissing("--size", sizes="u7")
+        return real(*given)
+
+    monkeypatch.setattr(cost_command, "totals", second_fails)
+    assert main(["cost", str(tmp_path / "run"), "--tokens", "1,2"]) == 2
+    assert capsys.readouterr().out == ""

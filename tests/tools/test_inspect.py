@@ -43,7 +43,7 @@ def found(build: Build) -> list[dict[str, Any]]:
 
 def brief(text: str) -> str:
     """Without how many pieces a layer has: that is partition's business."""
-    return re.sub(r"(\d+) of \d+ pieces became (\d+) others", r"\1 -> \2 pieces", text)
+    return re.sub(r"(\d+) of \d+ pieces? became (\d+) others?", r"\1 -> \2 pieces", text)
 
 
 class Perturbed:

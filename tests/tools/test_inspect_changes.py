@@ -54,7 +54,7 @@ def test_each_difference_is_told_once_in_its_layer() -> None:
     after[1]["regions"][1]["attrs"] = {"eps": "0.5", "norm": "True"}
     after[2]["role"] = "ratio 1"
     assert changes(before, after) == [
-        (None, "1 of 3 pieces became 1 others"),
+        (None, "1 of 3 pieces became 1 other"),
         (0, "mhc_boundary 2 of 2: eps 1e-06 -> 0.5"),
         (0, "mhc_boundary 2 of 2: streams 4 -> -"),
         (0, "mhc_boundary 2 of 2: norm - -> True"),

@@ -12,18 +12,20 @@ import torch
 
 from tests.lowering.rowwise import boundaries
 from tests.lowering.rowwise.boundaries import rms_norm, seam_inputs
-from tests.lowering.templates.test_index_scores import Case
+from tests.lowering.templates.indexers import Case
+from tests.lowering.templates.regions import kernel_of
+from tests.lowering.templates.test_compiles import spelling
 from tests.strategies.tracing import trace
 from tests.tools.printed import printed
 from tests.tools.small_models import run_of_balanced
-from v41.errors import UnknownKernel
+from v41.errors import KernelsNotWritten, UnknownKernel
 from v41.lowering.generated import GeneratedPiece, generate_piece
+from v41.lowering.gpu import as_on
 from v41.passes.partition import partition
 from v41.passes.pipeline import ALONG, CUT_AT, run_pipeline
 from v41.plan import Plan
-from v41.report import CompileReport
 from v41.tools.cli import main
-from v41.tools.kernels import KernelFacts, compiled, kernels_of, launches_of
+from v41.tools.kernels import ARCHS, KernelFacts, compiled, kernels_of, launches_of
 from v41.tools.kernels_command import compiled_table, kernel_named, launches_table
 from v41.tools.run import Run
 from v41.tools.run_folder import load, save
@@ -43,9 +45,9 @@ def kernels() -> list[KernelFacts]:
 
 
 def run_with_kernels() -> Run:
-    report = CompileReport(plan=plan(), passes=run_of_balanced().report.passes)
+    report = replace(run_of_balanced().report, plan=plan())
     parts = {**run_of_balanced().parts, "kernels": kernels}
-    return replace(run_of_balanced(), report=report, layers=[], parts=parts)
+    return replace(run_of_balanced(), report=report, layers=[], parameters={}, parts=parts)
 
 
 def test_the_kernel_is_the_one_that_the_backend_generates() -> None:
@@ -57,12 +59,24 @@ def test_the_kernel_is_the_one_that_the_backend_generates() -> None:
     assert kernel.regions[0].startswith("mhc_boundary")
 
 
-def test_a_kernel_of_several_functions_is_listed_without_launches() -> None:
-    kernel = Case(keep=3).kernel
-    facts = KernelFacts(kernel.name, ("index_scores",), ("piece_0",), kernel.source, tuple(launches_of(kernel)))
-    assert facts.launches == ()
-    (line,) = [line for line in printed(launches_table([facts], (1,))) if kernel.name in str(line)]
-    assert "untold" in str(line)
+@pytest.mark.parametrize("case", [Case(keep=3), Case(given="candidate_blocks", keep=4, k=6)])
+def test_an_indexer_is_told_function_by_function(case: Case) -> None:
+    """Scores and the rounds of selections, as with tensors that are there."""
+    kernel, given = case.kernel, case.inputs([(40, 1), (3, 1)])
+    values = given.arguments
+    found = list(launches_of(kernel, values, {2: {}}))
+    assert {launch.arch for launch in found} == set(ARCHS)
+    steps, _ = kernel.steps(values)
+    for arch in ARCHS:
+        told = [launch for launch in found if launch.arch == arch]
+        assert [(each.function, each.grid) for each in told] == [(step.kernel, step.grid) for step in steps]
+        assert told[0].function == "scores_1" and {each.function for each in told[1:]} == {"select"}
+        packed = {"PACKED": arch != "sm_80"}  # as on that GPU, which decodes in pairs from Hopper on
+        assert [each.constants for each in told] == [
+            step.constants | (packed if step.kernel != "select" else {}) for step in steps
+        ]
+    facts = KernelFacts(kernel.name, ("index_scores",), ("piece_0",), kernel.source, tuple(found))
+    assert [line.split()[-5:-2] for line in map(str, printed(launches_table([facts], (2,)))) if "select" in line]
 
 
 def test_launches_are_those_of_a_step_of_real_tensors() -> None:
@@ -74,11 +88,35 @@ def test_launches_are_those_of_a_step_of_real_tensors() -> None:
     for rows in (1, 64):
         given = [None if what is None else torch.empty([rows if n is None else n for n in what.shape], dtype=what.dtype)
                  for what in made.kernel.inputs]  # fmt: skip
-        call = made.kernel.prepare(given)
-        told = [launch for launch in kernel.launches if launch.rows == rows]
-        assert [(each.grid, each.constants, each.options) for each in told] == call.steps()
-        types = [value for each in told for value in each.signature.values()]
-        assert types.count("i32") == sum(isinstance(arg, int) for arg in call.arguments) * len(told) > 0
+        for arch in ARCHS:
+            with as_on(arch):
+                call = made.kernel.prepare(given)
+            told = [launch for launch in kernel.launches if (launch.rows, launch.arch) == (rows, arch)]
+            assert [(each.grid, each.constants, each.options) for each in told] == call.steps()
+            types = [value for each in told for value in each.signature.values()]
+            assert types.count("i32") == sum(isinstance(arg, int) for arg in call.arguments) * len(told) > 0
+    early = {launch.arch for launch in kernel.launches if launch.options.get("launch_pdl")}
+    assert early == {"sm_90", "sm_100"}  # what comes up early does so from Hopper on
+
+
+def test_what_is_told_of_attention_is_what_the_gpu_can_hold() -> None:
+    """On Blackwell a long prompt takes two launches: Triton makes a trap of one."""
+    kernel = kernel_of(spelling("flash", 1, 1))
+    values = [torch.empty([4096 if n is None else n for n in what.shape], dtype=what.dtype) if what else 1
+              for what in kernel.inputs]  # fmt: skip
+    found = list(launches_of(kernel, values, {4096: {}}))
+    assert [sum(launch.arch == arch for launch in found) for arch in ("sm_90", "sm_100")] == [1, 2]
+
+
+def test_where_kernels_cannot_be_kept_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    with pytest.raises(KernelsNotWritten, match="XDG_CACHE_HOME"):
+        kernels_of(plan(), "triton")
+
+
+def test_rows_of_which_nothing_is_told_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "tiny", "--rows", "1,7"]) == 2
+    assert "--rows cannot be '7'" in capsys.readouterr().err
 
 
 def test_a_region_that_gets_none_is_told_with_the_reason() -> None:
@@ -105,6 +143,9 @@ def test_the_command_lists_and_shows(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert load(tmp_path / "run").kernels == kernels()
     assert main(["kernels", str(tmp_path / "run"), "--show", "mhc"]) == 0
     assert capsys.readouterr().out == kernels()[0].source
+    assert main(["kernels", str(tmp_path / "run"), "--show", "mhc", "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert shown["source"] == kernels()[0].source
     assert main(["kernels", str(tmp_path / "run"), "--rows", "64"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[: len(printed(launches_table(kernels(), [64])))] == printed(launches_table(kernels(), [64]))

@@ -59,7 +59,10 @@ def test_the_nearest_of_names() -> None:
     assert nearest("zebra", ["outline_mhc"]) is None
     told = "outline_mhc, the nearest; all: canonicalize, outline_mhc"
     assert choices("outline_mch", ["canonicalize", "outline_mhc"]) == told
-    assert choices("x", map(str, range(25))).endswith("and 5 more")
+    many = [f"view_{i}" for i in range(500)]
+    told = choices("view_48x", many)  # of many names those like it
+    assert told.startswith("view_48, the nearest; like it: ") and "view_489" in told and told.endswith("and 492 more")
+    assert choices("zebra", many) == "there are 500"
     with pytest.raises(UnknownPass, match="fold_sinkhorn, the nearest"):
         pass_named([PassRun(each.name, [], 0, 0, 0.0) for each in PIPELINE], "fold_sinkhron")
 

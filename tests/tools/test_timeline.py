@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
 from tests.strategies.plans import plan, plans
-from tests.strategies.side_work import planned, program
+from tests.strategies.side_work import by_nodes, planned, program
+from tests.tools.small_models import run_of_balanced
+from v41.overlap import RUNGS
 from v41.passes.analysis.happens_before import Order
+from v41.passes.analysis.times import Times
 from v41.passes.assign_streams import assign_streams
 from v41.passes.same_values import random_inputs
 from v41.passes.synchronise import synchronise
@@ -27,6 +30,8 @@ from v41.runtime.executor import eager_artifact
 from v41.tools.cli import main
 from v41.tools.measured_schedule import Measured, measured_schedule, schedule_of
 from v41.tools.planned_step import PlannedStep
+from v41.tools.predicted import Predicted, predicted, with_times
+from v41.tools.run_folder import save
 from v41.tools.timeline import Slot, beside, length, schedule, schedule_table, trace
 from v41.tools.timeline_command import show
 
@@ -133,20 +138,68 @@ def test_on_a_cpu_the_ranges_are_the_schedule() -> None:
     assert all(slot.stream == 0 and slot.end > slot.start for slot in ran.slots) and ran.ahead
 
 
-def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def sided() -> Predicted:
+    """Of a program whose side work pays up to 8 rows."""
     made = planned(program(["keep", "seam", "seam", "seam", "use", "seam"]))
-    given = (made, *assign_streams(made, (4,)))
-    assert show(Console(width=100), *given, None, rows=4, file=tmp_path / "trace.json", as_json=True) == 0
+    sides, decisions = assign_streams(made, RUNGS, lambda body, rows: by_nodes(body, rows) if rows < 9 else 5)
+    return with_times(replace(made, overlapped=sides), len(decisions))
+
+
+def test_the_plan_that_is_used_is_that_of_the_next_rung() -> None:
+    """As at run time: what is judged at 4 rows counts for 3, and where it does not pay there is one stream."""
+    found = sided()
+    (side,) = found.plan.sides
+    assert side.pays_at == (1, 2, 4, 8) and found.at(3) is found.at(8) is side
+    assert found.at(9) is found.at(RUNGS[-1] + 1) is found.plan
+    assert found.us(side, 10**18).keys() == {piece.name for piece in side.pieces}
+    none = predicted(planned(program(["seam", "seam"])))
+    assert (none.plan.sides, none.sites) == ((), 0) and none.at(4) is none.plan
+
+
+def test_what_a_piece_takes_is_what_the_passes_reckon_with() -> None:
+    found = sided()
+    reckoned = Times(found.plan.sizes)
+    for each in (found.plan, *found.plan.sides):
+        for rows in (1, 7, 256):
+            us = found.us(each, rows)
+            assert us == {piece.name: pytest.approx(reckoned.piece(piece).us(rows), rel=1e-6) for piece in each.pieces}
+
+
+def test_the_timeline_of_a_saved_run_is_that_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Side streams as well, without a graph. What would change nothing is refused."""
+    found = sided()
+    plan = replace(found.plan, overlapped=None)
+    report = replace(run_of_balanced().report, plan=plan)
+    parts = {**run_of_balanced().parts, "nodes": list, "work": list, "predicted": lambda: found}
+    run = replace(run_of_balanced(), report=report, layers=[], parameters={}, parts=parts)
+    save(run, tmp_path / "run")
+    assert main(["timeline", str(tmp_path / "run"), "--rows", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    slots = schedule(found.at(4), found.us(found.at(4), 4))
+    assert {slot.stream for slot in slots} == {0, 1}
+    assert told["pieces"] == [asdict(slot) for slot in slots] and told["source"] == run.source
+    for more, why in ((["--context", "9"], "--measure"), (["--layers", "2"], "captured with its own")):
+        assert main(["timeline", str(tmp_path / "run"), *more]) == 2
+        assert why in " ".join(capsys.readouterr().err.split())
+    assert main(["timeline", str(tmp_path / "run"), "--measure"]) == 2
+    assert "v41 timeline small_models:balanced --measure" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = sided()
+    given = (found, found.at(4))
+    how: dict[str, Any] = {"rows": 4, "file": tmp_path / "trace.json", "as_json": True}
+    assert show(Console(width=100), "a program", *given, None, **how) == 0
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} == {each["name"] for each in facts["pieces"]}
-    assert facts["side_streams_us"] > 0 and facts["sites"] >= 1
+    assert facts["side_streams_us"] > 0 and facts["sites"] >= facts["applied"] >= 1
     assert "measured" not in facts and "measured_us" not in facts
     ran = Measured([Slot(piece.name, 0, 1.0, 3.0, piece.border) for piece in given[1].pieces], ahead=False)
-    assert show(Console(width=100), *given, ran, rows=4, file=None, as_json=False) == 0
+    assert show(Console(width=100), "a program", *given, ran, rows=4, file=None, as_json=False) == 0
     told = capsys.readouterr().out
     assert "4 rows, predicted" in told and "measured: 3.0 us; the host was not ahead" in told
-    assert show(Console(width=100), *given, ran, rows=4, file=None, as_json=True) == 0
+    assert show(Console(width=100), "a program", *given, ran, rows=4, file=None, as_json=True) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["measured_us"], facts["host_ahead"], len(facts["measured"])) == (3.0, False, len(given[1].pieces))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +12,13 @@ from torch import ops
 from torch.fx import GraphModule
 
 from tests.tools.printed import printed
+from tests.tools.small_models import run_of_balanced
 from v41.errors import NeedsModel
 from v41.passes import pipeline
 from v41.passes.pipeline import PIPELINE, Pass
 from v41.report import Decision, PassRun
 from v41.tools.cli import main
+from v41.tools.run_folder import save
 from v41.tools.sources import model_named
 from v41.tools.verify_command import verdict, verdicts_table
 
@@ -72,7 +74,13 @@ large    hold    -             0      7""".splitlines()
     assert verdict(runs[0]) == "equal"
 
 
-def test_a_saved_run_has_no_graph_to_run(tmp_path: Any) -> None:
-    (tmp_path / "run.json").write_text("{}")
+def test_a_saved_run_has_no_graph_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it was captured from is named, as one types it."""
+    run = replace(run_of_balanced(), source="preset tiny, 2 layers, one of 4 ranks")
+    save(run, tmp_path / "run")
+    assert main(["verify", str(tmp_path / "run")]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "not the graph, and verify runs it before and after each pass" in told
+    assert told.endswith("v41 verify tiny --layers 2 --ranks 4")
     with pytest.raises(NeedsModel):
-        model_named(str(tmp_path))
+        model_named(str(tmp_path / "run"))

@@ -38,7 +38,7 @@ SHOWN = {  # command -> arguments; RUN, ROUTED and PASSES are folders and a file
     "diff": [["fold_sinkhorn", "--run", "PASSES", "--all"], ["outline_gate", "-m", "ROUTED", "--all"]],
     "kernels": [["ROUTED"], ["RUN"]],
     "verify": [[f"{HERE}:balanced"]],
-    "timeline": [[f"{HERE}:balanced"]],
+    "timeline": [["RUN"], [f"{HERE}:balanced"]],
     "capture": [[f"{HERE}:balanced", "-o", "NEW"]],
     "bisect": [[sys.executable, "-c", "raise SystemExit(0)"]],
     "generate": [["--prompt", "Hi", "--tokens", "2", "--codegen", "eager", "--chunk", "8"]],
