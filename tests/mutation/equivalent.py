@@ -22,6 +22,16 @@ EQUIVALENT: dict[str, str] = {
     "  ->  _expression(as_python(size))": "the text of a number is evaluated to it",
     "passes/analysis/algebra.py multiple: unit != 0 and (size / unit).is_integer is True  ->"
     "  (size / unit).is_integer is True": "what is divided by 0 is no integer to sympy",
+    "passes/analysis/capturable.py Obstacles.of: self.device.type != 'cpu' and effect_of(node) == 'collective' and ((by"
+    " := _talks_by(node, self.device)) not in ON_DEVICE)  ->  self.device.type != 'cpu' and (by := _talks_by(node,"
+    " self.device)) not in ON_DEVICE": "nothing else has the name of a group among its arguments",
+    "passes/analysis/capturable.py Obstacles._inside: body not in self._bodies  ->  True": "a body is read again, and"
+    " has the same obstacles",
+    "passes/analysis/capturable.py _indices: len(node.args) > 1  ->  len(node.args) >= 1": "a write by index has three"
+    " arguments",
+    "passes/analysis/capturable.py _indices: len(node.args) > 1  with 1 + 1": "likewise",
+    "passes/analysis/collectives.py _begun: node.op == 'call_function' and node.target is invoke_subgraph  ->"
+    "  node.target is invoke_subgraph": "what is no call has a name for its target",
     "passes/analysis/masks.py _try: one.dtype.itemsize == 1  ->  False": "torch 2.13 chooses among values of all types"
     " of one byte; 2.11, with which a test fails, does not for fp4",
     "passes/analysis/masks.py _Spread.ends: at in done  ->  False": "what is run again gives the same",

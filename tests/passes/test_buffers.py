@@ -109,6 +109,8 @@ def test_rounding_is_what_counting_says(ladder: tuple[int, ...]) -> None:
     pieces = written("x", "", "a: x ->, x", "b: ->", "c: ->").pieces
     plan = Plan((), (), {}, pieces, sizes={"u0": "rows", "u1": "requests"}, buckets={"rows": ladder}, buffers=buffers)
     found = list(rounding_up(plan))
+    (untold,) = rounding_up(replace(plan, buckets={"requests": (3,)}))
+    assert (untold.size, untold.added, untold.worst_bytes) == ("requests", 2, None)  # no buffer has it alone
     assert [rounding.rung for rounding in found] == list(ladder)
     for rounding in found:
         sizes = [n for n in range(1, rounding.rung + 1) if min(rung for rung in ladder if rung >= n) == rounding.rung]
