@@ -12,6 +12,7 @@
      8  no write moves over a read of the same memory                           check_same_values, check_kept
      9  streams, lives of buffers                                               check_plan_holds
     10  pieces are the program, borders what lives                              check_plan_holds
+        as many pieces where nothing changed                                    check_disturbed
     11  what an artifact is kept under                                          test_artifact_key.py, test_alone.py
     12  changes that mean nothing change nothing                                check_disturbed
     13  one program for any number of rows                                      check_one_compile
@@ -116,7 +117,7 @@ def check_commute(passes: Sequence[PassFunction], gm: GraphModule) -> None:
 
 
 def check_disturbed(pass_fn: PassFunction, gm: GraphModule, seed: int, rows: int) -> None:
-    """Views, copies, swapped operands and other names, strewn into `gm`, change no decision and no value.
+    """Views, copies, swapped operands and other names, strewn into `gm`, change no decision, no value and no border.
 
     Of a region that reads swapped operands only the order in which it reads is another one.
     """
@@ -126,6 +127,8 @@ def check_disturbed(pass_fn: PassFunction, gm: GraphModule, seed: int, rows: int
     for one, other in zip_longest(*told):
         assert one == other, f"noise {seed}: {one} became {other}"
     check_same_values(gm, disturbed, rows)
+    one, other = ([piece.border for piece in planned(each).pieces] for each in (plain, disturbed))
+    assert one == other, f"noise {seed}: pieces {one} became {other}"
 
 
 def unordered(region: Region | None) -> dict[str, Any] | None:
@@ -245,11 +248,15 @@ def check_meta_is_real(gm: GraphModule, rows: int) -> None:
 
 def check_plan_holds(gm: GraphModule, rows: Sequence[int] = (0, 1, 3), cut_at: Collection[str] = CUT_AT) -> Plan:
     """The plan of `gm` keeps order, lives and streams, hands on what lives, and gives the bits of the program."""
-    plan = partition(copy_of(gm), cut_at=cut_at, along=ALONG)
+    plan = planned(gm, cut_at)
     check_plan(plan)
     check_borders(plan)
     check_plan_runs(gm, plan, rows)
     return plan
+
+
+def planned(gm: GraphModule, cut_at: Collection[str] = CUT_AT) -> Plan:
+    return partition(copy_of(gm), cut_at=cut_at, along=ALONG)
 
 
 def check_plan_runs(gm: GraphModule, plan: Plan, rows: Sequence[int] = (0, 1, 3)) -> None:
