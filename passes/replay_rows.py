@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from torch import SymInt, ops
 from torch.fx import GraphModule, Node
@@ -39,7 +40,6 @@ CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
 KNOWN = "mixes rows in no way that row demand does not know"
 CUT = "reads early values whose rows can be taken"
 SIZED = "has sizes that follow from how many rows there are"
-INDEXED = "finds rows by numbers that can be told anew"
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class LateRows:
         self.renamed = kept.renamed
         self.problems: dict[Node, Problem] = {}
         self._mixed: dict[Forward, Node | None] = {}  # shared bodies, looked into once
+        self._follow: dict[Node, bool] = {}
         self.late: dict[Node, None] = dict.fromkeys(filter(self._by_demand, gm.graph.nodes))
         self._without_problems()
         for call in [node for node in self.late if node in self.forward.inside and self._narrows(node)]:
@@ -117,7 +118,7 @@ class LateRows:
         self._without_problems()
         self.late |= dict.fromkeys(node for node in gm.graph.nodes if self.compacts(node))
         for node in reversed(gm.graph.nodes):
-            if node.users and node not in self.late and self._may_move(node) and self._is_read_late(node):
+            if node.users and node not in self.late and self._is_read_late(node) and self._may_move(node):
                 self.late[node] = None
 
     # ---- who is late
@@ -209,7 +210,7 @@ class LateRows:
 
     def _is_read_late(self, node: Node) -> bool:
         """Whether late nodes alone read it, and of it the rows that they have."""
-        flows = [flow for user in node.users for arg, flow in self.forward.flows.get(user, []) if arg is node]
+        flows = (flow for user in node.users for arg, flow in self.forward.flows.get(user, []) if arg is node)
         return self.late.keys() >= node.users.keys() and all(flow.how == "same" for flow in flows)
 
     def compacts(self, node: Node) -> bool:
@@ -234,10 +235,6 @@ class LateRows:
         for operand, flow in self.forward.flows.get(node, []):
             if flow.how == "every" or (flow.how in ("chosen", "last") and operand in self.late):
                 return KNOWN, node
-            if operand in self.late and flow.how in ("back", "kept") and not row_numbers(self.forward, node):
-                return INDEXED, node
-        if self.by_grid(node) and None in (self.kept.ragged.first_rows, self.kept.ragged.columns):
-            return INDEXED, node
         return next(filter(None, (self._operand_problem(node, operand) for operand in node.all_input_nodes)), None)
 
     def _mixed_inside(self, inside: Forward) -> Node | None:
@@ -283,7 +280,9 @@ class LateRows:
 
     def follows_rows(self, node: Node) -> bool:
         """Whether a size of `node`, or the number it is, follows from how many rows there are."""
-        return not self.renamed.keys().isdisjoint(symbols_in(node.meta.get("val")))
+        if node not in self._follow:
+            self._follow[node] = not self.renamed.keys().isdisjoint(symbols_in(node.meta.get("val")))
+        return self._follow[node]
 
     def is_constant(self, node: Node) -> bool:
         """Whether a tensor has the same numbers for any row: made of sizes, or repeated so many times."""
@@ -302,9 +301,6 @@ class LateRows:
         """The index of `node` that counts rows of the whole program, for rows that were taken from it."""
         return self._index_that_means(node, "row of chosen")
 
-    def by_grid(self, node: Node) -> bool:
-        return self.grid(node) is not None or self.grid_columns(node) is not None
-
     def grid(self, node: Node) -> Node | None:
         """The index of `node` that lays rows out by request and column."""
         return self._index_that_means(node, "grid")
@@ -314,7 +310,8 @@ class LateRows:
         return self._index_that_means(node, "column of row")
 
     def _index_that_means(self, node: Node, of: str) -> Node | None:
-        meant = ((i, self.forward.meaning(i)) for i in indices(node))
+        rows = node.target in TAKES_ROWS and self.forward.layout(cast("Node", node.args[0])) is not None
+        meant = ((i, self.forward.meaning(i)) for i in (indices(node) if rows else ()))  # else entries of a table
         return next((index for index, meaning in meant if meaning is not None and meaning.of == of), None)
 
     def reads_whole(self, node: Node, operand: Node) -> bool:

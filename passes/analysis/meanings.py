@@ -96,16 +96,16 @@ def _at_least(node: Node, known: Known) -> Meaning | None:
 
 def _at_most(node: Node, known: Known) -> Meaning | None:
     """min with the number of the last row, where rows and the places of a grid end."""
-    match known if known[-1] != Meaning("last row") else known[::-1]:
-        case (Meaning(of="last row"), Meaning(of="grid") as grid):
+    match known:
+        case (Meaning(of="grid") as grid, Meaning(of="last row")):
             return grid
-        case (Meaning(of="last row"), Meaning(of="row") as row):
+        case (Meaning(of="row") as row, Meaning(of="last row")):
             return replace(row, low=min(row.low, 0))
     return None
 
 
 def _floor_divide(node: Node, known: Known) -> Meaning | None:
-    down = node.kwargs.get("rounding_mode", "floor") in ("floor", "trunc")  # picks are natural
+    down = node.kwargs.get("rounding_mode") in ("floor", "trunc")  # picks are natural
     match known:
         case (Meaning(of="pick", low=k) as pick, Meaning(of="number", low=by, high=high)) if down and by == high == k:
             return Meaning("row", natural=True, by=pick.by)
@@ -187,11 +187,8 @@ MEANINGS: dict[object, Callable[[Node, Known], Meaning | None]] = {
     aten.maximum.default: _at_least,
     aten.relu.default: lambda node, known: _at_least(node, (*known, number(0))),
     aten.clamp_max.default: _at_most,
-    aten.clamp_max.Tensor: _at_most,
-    aten.minimum.default: _at_most,
     aten.div.Tensor_mode: _floor_divide,
-    aten.floor_divide.default: _floor_divide,
-    **{op: _compare for name in _MIRRORED for op in (getattr(aten, name).Tensor, getattr(aten, name).Scalar)},
+    **{getattr(aten, name).Tensor: _compare for name in _MIRRORED},
     aten.bitwise_not.default: _not,
     aten.logical_not.default: _not,
     aten.where.self: _where,
