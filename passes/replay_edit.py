@@ -29,14 +29,15 @@ from v41.passes.analysis.algebra import Expr, expression
 from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.sizes import symbols_in
 from v41.passes.matching import fake, shape
-from v41.passes.replay_rows import TAKES_ROWS, LateRows, indices
+from v41.passes.replay_rows import TAKES_ROWS, LateRows, indices, row_numbers
 from v41.regions import body_of, invoke_subgraph
 
 aten, prims = ops.aten, ops.prims
 
 
 class Resize:
-    """Values as they are of kept rows: symbols that stand for all rows give way to those of the kept ones."""
+    """Values as they are of kept rows: symbols that stand for all rows give way to those of the kept ones. Nodes of one
+    shape have one fake tensor, for who shares memory is told by operators, never by fake storages."""
 
     def __init__(self, gm: GraphModule, renamed: dict[str, Node]) -> None:
         inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -46,6 +47,7 @@ class Resize:
         self.named = self.known | {symbol: shape(node)[0] for symbol, node in renamed.items()}
         self.renamed = renamed.keys()
         self._sizes: dict[str, Any] = {}
+        self._tensors: dict[tuple[object, ...], Tensor] = {}
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -54,8 +56,11 @@ class Resize:
             return self.size(value) if isinstance(value, SymInt) else value
         if self.renamed.isdisjoint(symbols_in(value)):
             return value
-        sizes, strides = map(self.size, value.shape), map(self.size, value.stride())
-        return torch.empty_strided(tuple(sizes), tuple(strides), dtype=value.dtype, device=value.device)
+        key = (*map(as_python, (*value.shape, *value.stride())), value.ndim, value.dtype, value.device)
+        if key not in self._tensors:
+            sizes, strides = (tuple(map(self.size, each)) for each in (value.shape, value.stride()))
+            self._tensors[key] = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        return self._tensors[key]
 
     def size(self, size: Any) -> Any:
         if not isinstance(size, SymInt):
@@ -120,6 +125,9 @@ class Editor:
     def _indices(self, node: Node) -> Iterator[tuple[Node, Node]]:
         """Indices of `node` that are numbers of rows, and what they are among kept rows."""
         numbers, grid, columns = self.rows.numbers(node), self.rows.grid(node), self.rows.grid_columns(node)
+        forward = self.rows.forward
+        before = any(flow.how in ("back", "kept") for _, flow in forward.flows.get(node, []))
+        assert not before or row_numbers(forward, node), "rows before others are found by number"
         if numbers is not None and (node.args[0] in self.late):
             yield numbers, self._place(self._late(numbers))
         if grid is not None:
@@ -176,7 +184,7 @@ class Editor:
 
     @cached_property
     def _first(self) -> Node:
-        assert self.ragged.first_rows is not None  # a rule
+        assert self.ragged.first_rows is not None  # or nothing would mean a grid
         return self._place(self.ragged.first_rows)
 
     @cached_property
@@ -194,7 +202,7 @@ class Editor:
     @cached_property
     def _columns(self) -> Node:
         """[K] which of the kept rows of its request each is; 0 of pads, whose column is 0 in the whole program."""
-        assert self.ragged.requests is not None and self.ragged.columns is not None  # a rule
+        assert self.ragged.requests is not None and self.ragged.columns is not None  # likewise
         count = self._written(expression(shape(self.kept.rows)[0]))
         device, like = self.kept.rows.meta["val"].device, self.kept.rows
         kwargs = {"start": 0, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import dropwhile
 
 from torch import ops
 from torch.fx import GraphModule, Node
 
 from v41.passes.analysis.algebra import Expr, expression
-from v41.passes.analysis.effects import effect_of
-from v41.passes.analysis.rows import row_demand
+from v41.passes.analysis.effects import effect_of, effects_of
+from v41.passes.analysis.rows import Known, row_demand
 from v41.passes.matching import shape
 from v41.passes.replay_edit import Editor
 from v41.passes.replay_rows import KNOWN, Kept, LateRows, kept_levels, split_calls
@@ -54,9 +55,9 @@ def trim(gm: GraphModule, kept: Kept, *more: Kept) -> list[Decision]:
         return [refused(early, FUNCTIONAL, early)]
     read_sizes_of_inputs(gm)
     drop_unread(gm)
-    found, told, edited = list[Decision](), list[Decision](), list[Editor]()
+    found, told, edited, known = list[Decision](), list[Decision](), list[Editor](), Known()
     for level in (kept, *more):
-        rows = opened(gm, replace(level, inner=edited[-1].kept if edited else None))
+        rows = opened(gm, replace(level, inner=edited[-1].kept if edited else None), known)
         told = [refused(node, *problem) for node, problem in rows.problems.items()]
         told += [refused(node, KNOWN, node) for node in unknown(rows)]
         if rows.late:
@@ -82,10 +83,11 @@ def outline_seams(gm: GraphModule, edited: Sequence[Editor]) -> None:
             outline_seam(gm, behind, outer.places[editor.kept.rows], {})
 
 
-def opened(gm: GraphModule, kept: Kept) -> LateRows:
-    """What is late, when calls are opened that are late in part, or whose bodies would have to tell rows anew."""
+def opened(gm: GraphModule, kept: Kept, known: Known) -> LateRows:
+    """What is late, when calls are opened that are late in part, or whose bodies would have to tell rows anew.
+    known: see row_demand; bodies are copied into the program, or with other sizes, and stay what they are."""
     while True:
-        demand = row_demand(gm, kept.ragged)
+        demand = row_demand(gm, kept.ragged, known)
         calls, rows = split_calls(kept, demand), None
         if not calls:
             rows = LateRows(gm, kept, demand)
@@ -120,7 +122,6 @@ def unknown(rows: LateRows) -> list[Node]:
 
 def written_early(gm: GraphModule) -> Node | None:
     """The first write that something behind it may see."""
-    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
-    writes = [node for node in nodes if effect_of(node) == "writes"]
-    behind = nodes[nodes.index(writes[0]) :] if writes else []
-    return writes[0] if any(effect_of(node) != "writes" for node in behind) else None
+    effects = effects_of(node for node in gm.graph.nodes if node.op == "call_function")
+    behind = list(dropwhile(lambda node: effects[node] != "writes", effects))
+    return behind[0] if any(effects[node] != "writes" for node in behind) else None

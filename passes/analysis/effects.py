@@ -7,7 +7,7 @@ never as pure: a higher-order operator that is not listed here may return any of
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
@@ -105,6 +105,21 @@ def effect_of(node: Node) -> str | None:
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return "random"
     return None
+
+
+def effects_of(nodes: Iterable[Node]) -> dict[Node, str | None]:
+    """The effect of each. A body that several calls share is looked into once."""
+    of_bodies: dict[GraphModule, str | None] = {}
+    found: dict[Node, str | None] = {}
+    for node in nodes:
+        if node.target is invoke_subgraph:
+            body = body_of(node)
+            if body not in of_bodies:
+                of_bodies[body] = effect_of(node)
+            found[node] = of_bodies[body]
+        else:
+            found[node] = effect_of(node)
+    return found
 
 
 def begins_collective(node: Node) -> bool:

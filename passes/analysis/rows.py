@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from v41._compat import OpOverload
 from v41.passes.analysis.algebra import Expr, sizes
-from v41.passes.analysis.effects import effect_of
+from v41.passes.analysis.effects import effect_of, effects_of
 from v41.passes.analysis.layouts import ROWS, Layout, Space
 from v41.passes.analysis.masks import Ended, matter_only_where
 from v41.passes.analysis.meanings import FLOORS, Meaning
@@ -127,12 +127,13 @@ class RowDemand:
     forward: Forward  # how results depend on operands
 
 
-def row_demand(gm: GraphModule, inputs: Ragged) -> RowDemand:
-    """The rows that anybody reads of each value of `gm`."""
+def row_demand(gm: GraphModule, inputs: Ragged, known: Known | None = None) -> RowDemand:
+    """The rows that anybody reads of each value of `gm`. known: what was found of bodies that have not changed since,
+    in a program of so many rows; what is found here is added."""
     (rows,) = sizes(inputs.positions)
     named = {getattr(inputs, f.name): MEANT[f.name] for f in fields(Ragged) if f.name in MEANT}
     given = [_input(node, rows, named.get(node)) for node in gm.graph.nodes if node.op == "placeholder"]
-    forward = Forward(gm, given, rows, {})
+    forward = Forward(gm, given, rows, {} if known is None else known)
     if inputs.starts is not None and inputs.late_floors is not None and inputs.logit_rows is not None:
         stop_at_floor(forward, inputs.logit_rows)
     returned = EVERY, Reason(gm.graph.output_node(), "is returned")
@@ -254,7 +255,7 @@ class Forward:
     def effects(self) -> frozenset[Node]:
         """Those that do something besides computing. A sum over ranks whose rule is known only computes: each rank
         has the rows that all have."""
-        found = {node: effect_of(node) for node in self.gm.graph.nodes}
+        found = effects_of(self.gm.graph.nodes)
         computes = [node for node, what in found.items() if what == "collective" and rule_of(node) is not None]
         return frozenset(node for node, what in found.items() if what is not None and node not in computes)
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from v41.passes.analysis import effects
 from v41.passes.analysis.effects import (
     bases,
     begins_collective,
     effect_of,
+    effects_of,
     ends_collective,
     viewed_args,
     written_args,
@@ -124,6 +126,19 @@ def test_a_call_has_the_effects_of_its_body(inside: list[str], effect: str | Non
         gm = calling(gm)
     (call,) = (node for node in gm.graph.nodes if node.target is invoke_subgraph)
     assert effect_of(call) == effect
+
+
+def test_a_body_that_calls_share_is_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    body, a, _ = graph()
+    body.output((body.call_function(aten.rand_like.default, (a,)),))
+    outer, a, b = graph()
+    called = outer.get_attr("body")
+    outer.output(tuple(outer.call_function(invoke_subgraph, (called, "body", a, b)) for _ in range(3)))
+    gm, looked = GraphModule({"body": GraphModule({}, body)}, outer), list[GraphModule]()
+    monkeypatch.setattr(effects, "written_inputs", lambda body: looked.append(body) or written_inputs(body))
+    found = effects_of(gm.graph.nodes)
+    assert len(looked) == 1 and list(found.values()).count("random") == 3
+    assert found == {node: effect_of(node) for node in gm.graph.nodes}
 
 
 def calling(body: GraphModule) -> GraphModule:

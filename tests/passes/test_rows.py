@@ -265,7 +265,7 @@ BUGS: dict[str, tuple[Program, Plant]] = {
     "a window is as wide as its row": (["window"], (Demand, "back", lambda self, rows: self)),
     "a ring keeps one row": (["ring"], (rows, "applied", one_row_kept)),
     "sums along rows are row by row": (["rows so far"], (layouts, "apart", lambda layout, *_: layout)),
-    "a write demands nothing": (["cache"], (rows, "effect_of", lambda node: None)),
+    "a write demands nothing": (["cache"], (rows, "effects_of", dict.fromkeys)),
     "a place is a number of its row": (["places"], (Layout, "at", lambda at, *dims: Layout(at.space, dims or (0,)))),
     "numbers below 0 are rows before": (["wrapped around"], (row_flows.Look, "meaning", never_negative)),
 }
