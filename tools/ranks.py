@@ -61,7 +61,7 @@ def random_model(config: V41Config, seed: int, device: str, share: Share) -> V41
     if share.group is None:
         return whole
     with torch.random.fork_rng(), torch.device(device):
-        part = V41ForCausalLM(config, share)
+        part = V41ForCausalLM(config, share).to(device)  # frequencies come from the host
     stored = slots(whole)
     for name, slot in slots(part).items():
         slot.parameter.copy_(slot.part(stored[name].parameter))

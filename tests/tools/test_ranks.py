@@ -41,6 +41,14 @@ def test_shares_of_random_weights_are_parts_of_one_model() -> None:
     assert all(torch.equal(as_bytes(alone[name].parameter), as_bytes(slot.parameter)) for name, slot in whole.items())
 
 
+def test_all_of_a_share_lies_on_its_device() -> None:
+    """The meta device stands in for a GPU; what is computed on the host would stay there."""
+    config = first_layers(QUICK, 1)
+    part = random_model(config, 3, "meta", Share(1, 2, "0"))
+    assert {tensor.device.type for tensor in (*part.parameters(), *part.buffers())} == {"meta"}
+    assert dict(part.named_buffers())
+
+
 def test_without_torchrun_a_process_is_all_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with joined("cpu") as share:

@@ -181,8 +181,7 @@ def boundaries(plan: Plan) -> int:
 
 def structure(call: Callable[[], object], stream: torch.cuda.Stream) -> GraphShape:
     """Nodes, edges and branches of the graph that a capture of `call` makes."""
-    graph = torch.cuda.CUDAGraph()
-    graph.enable_debug_mode()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)  # else torch drops what could be written, also under debug mode
     with torch.cuda.graph(graph, stream=stream):
         call()
     with tempfile.TemporaryDirectory() as folder:
