@@ -29,9 +29,9 @@ WARPS = 2
 # Rows and chunks a program of one shot: the first whose programs all fit on the GPU at once.
 # Measured on two H200s, the critical boundary: beside the boundary alone one shot takes 0.8 µs at 1 row and 0.7 at 16,
 # two shots 9.5 at 64, 16 at 256 and 150 at 4096; below 256 rows that is launches and waits more than sending.
-# Reckoned, not measured: words of 64 rows, 1.3 MB, take 3.6 µs at 360 GB/s, so one shot pays there, too.
+# At 64 rows both take 17 µs, and 15.7 where the kernel makes the part; at 102 one shot takes 44, two-shot sums 17.
 ONE_SHOT = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
-ONE_SHOT_BYTES = 2 << 20  # that a rank sends in words, 6 µs: above it two shots take less time
+ONE_SHOT_BYTES = 1400 << 10  # that a rank sends in words, 69 rows for two ranks: above it two shots take less time
 ALONE = 4  # rows, up to which the last program of a row finishes it: no second launch
 MOST = 4096  # rows of one call
 FEW = 256  # rows, up to which units are single rows
