@@ -31,8 +31,13 @@ def lines_of(gm: GraphModule) -> Lines:
     """Every node of `gm` and of its bodies, each body once, as a line."""
     lines: Lines = {}
     for body, inside in bodies(gm):
-        lines |= {(body, node.name): line for node in inside.graph.nodes if (line := _line(inside, node)) is not None}
+        lines |= {(body, name): line for name, line in own_lines(inside).items()}
     return lines
+
+
+def own_lines(gm: GraphModule) -> dict[str, tuple[str, str]]:
+    """The same of `gm` alone, by name."""
+    return {node.name: line for node in gm.graph.nodes if (line := _line(gm, node)) is not None}
 
 
 def bodies(gm: GraphModule) -> list[tuple[str, GraphModule]]:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from v41.passes.analysis.cost import Cost, Costs
-from v41.passes.changes import ORIGIN, inner_name, lines_of, owner_in
+from v41.passes.changes import ORIGIN, inner_name, own_lines, owner_in
 from v41.plan import Plan
 from v41.regions import body_of, invoke_subgraph, is_region, region_of
 from v41.report import source_of
@@ -74,7 +74,7 @@ def _nodes(
 ) -> Iterator[NodeFacts]:
     """owner: as in changes.py, by which bodies are named there too. named: bodies told so far, by identity; of two
     pieces' bodies of one name the second is told as moe_gate_0~2."""
-    texts = {name: text for (path, name), (text, _) in lines_of(gm).items() if path == ""}
+    texts = {name: text for name, (text, _) in own_lines(gm).items()}
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.name not in texts:
             continue
