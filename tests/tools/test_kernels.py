@@ -12,7 +12,7 @@ import torch
 
 from tests.lowering.rowwise import boundaries
 from tests.lowering.rowwise.boundaries import rms_norm, seam_inputs
-from tests.lowering.templates.indexers import Case
+from tests.lowering.templates.indexers import OPERANDS, Case
 from tests.lowering.templates.regions import kernel_of
 from tests.lowering.templates.test_compiles import spelling
 from tests.strategies.tracing import trace
@@ -21,6 +21,9 @@ from tests.tools.small_models import run_of_balanced
 from v41.errors import KernelsNotWritten, UnknownKernel
 from v41.lowering.generated import GeneratedPiece, generate_piece
 from v41.lowering.gpu import as_on
+from v41.lowering.templates.index_scores import Form
+from v41.lowering.templates.index_scores import kernel_of as index_kernel_of
+from v41.model_def.config import V41Config
 from v41.passes.partition import partition
 from v41.passes.pipeline import ALONG, CUT_AT, run_pipeline
 from v41.plan import Plan
@@ -167,3 +170,23 @@ def test_compiled_kernels_have_figures() -> None:
         assert facts.arch == "sm_90" and f".target {facts.arch}a" in facts.ptx
         assert 16 < facts.registers <= 255 and facts.cubin_bytes > 1000
     assert len(printed(compiled_table(found))) == 1 + len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_the_indexer_of_a_preset_compiles_as_it_is_listed(arch: str) -> None:
+    """Every function of its text: scores, and a selection."""
+    config = V41Config.preset("tiny")
+    heads, width, int64 = config.index_n_heads, config.index_head_dim, torch.int64
+    form = Form(heads, width, 0.1, config.index_topk, 1, config.candidate_block_size, 1023, "", 0, 0,
+                ("picks",))  # fmt: skip
+    kernel = index_kernel_of(form, OPERANDS)
+    values = [torch.empty(5, heads, width, dtype=torch.bfloat16), torch.empty(5, heads, dtype=torch.bfloat16),
+              torch.empty(2, 1024, width // 32 * 17, dtype=torch.uint8), *torch.empty(3, 5, dtype=int64),
+              torch.empty(2, 4, dtype=int64), torch.empty(2, dtype=int64), torch.empty(128, dtype=int64)]  # fmt: skip
+    facts = KernelFacts(kernel.name, ("index_scores",), (), kernel.source, tuple(launches_of(kernel, values, {5: {}})))
+    found = list(compiled([facts], arch, [5]))
+    assert {each.function.partition("_")[0] for each in found} == {"scores", "select"}
+    assert all(each.facts.arch == arch and 16 < each.facts.registers <= 255 for each in found)
+    table = [line.split() for line in map(str, printed(compiled_table(found)))]
+    assert [line[:2] for line in table[1:]] == [[kernel.name, each.function] for each in found]
