@@ -20,6 +20,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations 10
 .PHONY: demo test lint nightly mutation test-2.11 docs clean
 
 demo: .venv/installed
+	@echo "compiles, runs and compares: one to two minutes on two free cores, with a bar where this is a terminal" >&2
 	@$(BIN)/v41 generate --compare-eager
 
 test: lint
