@@ -179,7 +179,7 @@ def add_generate(command: argparse.ArgumentParser) -> None:
                          help="draw tokens from softmax(logits / T); 0 takes the likeliest (0)")  # fmt: skip
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
     command.add_argument("--all-reduce", choices=ALL_REDUCES, default="auto", help="who adds up over ranks (auto)")
-    where = "Engram's, looked up by hashes of tokens: in their file, in the host's memory, or there for the GPU (mapped)"
+    where = "Engram's, looked up by hashes of tokens: in their file, the host's memory, or there for the GPU (mapped)"
     command.add_argument("--tables", choices=TABLES, default="mapped", help=where)
     command.add_argument("--compare-eager", action="store_true", help="feed eager's tokens to both and compare")
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
