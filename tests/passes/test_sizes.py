@@ -37,19 +37,21 @@ def test_a_node_works_with_the_sizes_of_its_arguments_and_makes_its_own() -> Non
     assert [*sizes.made(x)] == names(a) and [*sizes.worked_with(y)] == names(b)
 
 
-def program(**inputs: Tensor | SymInt | None) -> GraphModule:
-    """One that only has inputs."""
+def program(made: Tensor, **inputs: Tensor | SymInt | None) -> GraphModule:
+    """One that has inputs, and makes something of other sizes."""
     graph = Graph()
     for name, value in inputs.items():
         graph.placeholder(name).meta["val"] = value
+    graph.call_function(torch.ops.aten.nonzero.default, (next(iter(graph.nodes)),)).meta["val"] = made
     graph.output(())
     return GraphModule({}, graph)
 
 
 def test_a_size_is_called_by_the_first_tensor_that_has_it_and_only_then_by_a_number() -> None:
     with fakes() as new:
-        a, b, c, d = (new.size() for _ in range(4))
-        gm = program(count=a, x=new(4, a), y=new(a, b), strided=torch.empty_strided((3, 2), (c, 1)), other=d, none=None)
+        a, b, c, d, made = (new.size() for _ in range(5))
+        strided = torch.empty_strided((3, 2), (c, 1))
+        gm = program(new(made), none=None, count=a, x=new(4, a), y=new(a, b), strided=strided, other=d)
     assert size_names(gm, {}) == {str(a): "x.1", str(b): "y.1", str(c): "strided", str(d): "other"}
     called = {"x": "tokens", "strided": "cache", "other": "length"}
     assert size_names(gm, called) == {str(a): "tokens.1", str(b): "y.1", str(c): "cache", str(d): "length"}
