@@ -3,6 +3,7 @@
     before   X' = X[kept_rows];   first' = searchsorted(kept_rows, first_rows);   grid = first' + columns
     after    region(kind="kept_rows", body = those nodes, attrs below) -> X', first', grid
     attrs    index   the operand that says which rows are kept, ascending, each once
+             last    so many last rows of each chunk are among them
              taken   (operand, dimension): its size is the number of rows they are taken from; one of each such size
              same    (output, operand): equal where every row is kept, though the body does not show it
 
@@ -27,11 +28,13 @@ aten = ops.aten
 KIND = "kept_rows"
 
 
-def outline_seam(gm: GraphModule, made: Iterable[Node], index: Node, same: Mapping[Node, Node]) -> Node | None:
+def outline_seam(
+    gm: GraphModule, made: Iterable[Node], index: Node, last: int, same: Mapping[Node, Node]
+) -> Node | None:
     """Moves those of `made` that are tensors into a region, and returns its call; None where none takes rows.
 
-    made: no path leaves them and comes back. index: which rows are kept. same: node -> what it equals
-    where every row is.
+    made: no path leaves them and comes back. index: which rows are kept, so many last ones of each chunk among them.
+    same: node -> what it equals where every row is.
     """
     inside = {node for node in made if isinstance(node.meta.get("val"), Tensor)}
     members = [node for node in gm.graph.nodes if node in inside]  # in the order in which `outline` takes them
@@ -49,6 +52,7 @@ def outline_seam(gm: GraphModule, made: Iterable[Node], index: Node, same: Mappi
         members,
         kind=KIND,
         index=read.index(index),
+        last=last,
         taken=tuple(taken.values()),
         same=tuple((at, read.index(same[node])) for at, node in enumerate(outputs) if same.get(node) in read),
     )

@@ -33,7 +33,7 @@ from v41.passes.matching import shape
 from v41.passes.replay_edit import Editor
 from v41.passes.replay_rows import KNOWN, Kept, LateRows, kept_levels, split_calls
 from v41.passes.replay_seam import outline_seam
-from v41.regions import inline
+from v41.regions import inline, region_of
 from v41.report import Decision, applied, refused
 
 aten = ops.aten
@@ -41,8 +41,9 @@ FUNCTIONAL = "writes inputs at its end alone"
 
 
 def trim_replay(gm: GraphModule, called: Mapping[str, str] | None = None) -> list[Decision]:
-    """Trims `gm` in place. A decision for each seam, named by the first late node, and one for each node that had to
-    stay whole. called: input -> what the user calls it; without, no batch is known."""
+    """Trims `gm` in place. A decision for each seam, named by the first late node, whose region says how many last
+    rows are kept; and one for each node that had to stay whole. called: input -> what the user calls it; without,
+    no batch is known."""
     levels = [kept for kept in kept_levels(gm, called or {}) if not kept.rows.users]
     return trim(gm, *levels) if levels else []
 
@@ -64,12 +65,14 @@ def trim(gm: GraphModule, kept: Kept, *more: Kept) -> list[Decision]:
             edited.append(Editor(gm, rows))
             edited[-1].edit()
             found.append(applied(next(n for n in gm.graph.nodes if n in rows.late and n.op == "call_function")))
-    outline_seams(gm, edited)
-    return [*found, *told]
+    made = [region_of(call) if call is not None else None for call in outline_seams(gm, edited)]
+    return [*(replace(each, region=region) for each, region in zip(found, made, strict=True)), *told]
 
 
-def outline_seams(gm: GraphModule, edited: Sequence[Editor]) -> None:
-    """Each seam becomes a region: of an inner one what it takes of all rows, and what it takes of those kept before."""
+def outline_seams(gm: GraphModule, edited: Sequence[Editor]) -> list[Node | None]:
+    """Each seam becomes a region: of an inner one what it takes of all rows, and what it takes of those kept before.
+    Returns the former."""
+    calls = list[Node | None]()
     for at, editor in enumerate(edited):
         outer = edited[at + 1] if at + 1 < len(edited) else None
         own, behind = list[Node](), list[Node]()
@@ -78,9 +81,10 @@ def outline_seams(gm: GraphModule, edited: Sequence[Editor]) -> None:
                 outer.holds(each) or each in behind for each in (node, *node.all_input_nodes)
             )
             (behind if late else own).append(node)
-        outline_seam(gm, own, editor.kept.rows, editor.same)
+        calls.append(outline_seam(gm, own, editor.kept.rows, editor.kept.last, editor.same))
         if outer is not None and editor.kept.rows in outer.places:
-            outline_seam(gm, behind, outer.places[editor.kept.rows], {})
+            outline_seam(gm, behind, outer.places[editor.kept.rows], editor.kept.last, {})
+    return calls
 
 
 def opened(gm: GraphModule, kept: Kept, known: Known) -> LateRows:

@@ -153,7 +153,9 @@ def test_rows_go_twice_where_the_last_steps_need_fewer(
     program = ["gelu", "window", *program, "window", "norm", "window"]
     last, inner = WINDOW + 2 * len(program), WINDOW + 2
     whole, gm, decisions = trimmed_twice(program, last, inner)
-    assert [each.applied for each in decisions] == [True, True]
+    assert [(each.applied, each.region and each.region.attrs["last"]) for each in decisions] == [
+        (True, inner), (True, last),
+    ]  # fmt: skip
     given = step(chunks, seed, ends, last, more, inner)
     check_same(whole, gm, given, poisoned(given))
 
