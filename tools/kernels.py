@@ -20,7 +20,7 @@ from torch import Tensor
 
 from v41._compat import without_storage
 from v41.backend import kernel_of, kinds_cut_out
-from v41.errors import KernelsNotWritten
+from v41.errors import KernelDoesNotCompile, KernelsNotWritten
 from v41.lowering.cross_compile import Facts, Request, compile_for
 from v41.lowering.generated import GeneratedPiece
 from v41.lowering.gpu import KNOWN, as_on
@@ -144,19 +144,20 @@ def like(value: object, symbols: Mapping[str, int]) -> object:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel's launch, compiled."""
+    """One kernel's launch, compiled; or a kernel that is not, of which `error` says at which line of its text."""
 
     kernel: str
     function: str
     rows: int
     constants: dict[str, Any]
-    facts: Facts
+    facts: Facts | None
+    error: str | None = None
 
 
 def compiled(
     kernels: Sequence[KernelFacts], arch: str, rows: Sequence[int], told: Callable[[str], None] = lambda name: None
 ) -> Iterator[Compiled]:
-    """Every different launch of `kernels` at `rows`, compiled for `arch`. KernelDoesNotCompile where one is not.
+    """Every different launch of `kernels` at `rows`, compiled for `arch`; one that does not compile ends its kernel.
 
     Launches that differ in their grid alone are one. told: hears the name of each kernel when its turn comes.
     """
@@ -171,6 +172,16 @@ def compiled(
                     request = Request(str(path), launch.function, launch.signature, launch.constants, arch,
                                       launch.divisible, launch.options)  # fmt: skip
                     asked.setdefault(repr(request), (launch.rows, request))
-            facts = compile_for([request for _, request in asked.values()])
+            try:
+                facts = compile_for([request for _, request in asked.values()])
+            except KernelDoesNotCompile as error:
+                yield Compiled(kernel.name, str(error.facts["kernel"]), min(rows), {}, None, _brief(error))
+                continue
             for (count, request), each in zip(asked.values(), facts, strict=True):
                 yield Compiled(kernel.name, request.kernel, count, dict(request.constants), each)
+
+
+def _brief(error: KernelDoesNotCompile) -> str:
+    """What Triton says, and the line of the text that it says it of."""
+    first, *more = [line.strip() for line in str(error.facts["error"]).splitlines() if line.strip(" ^\t")]
+    return " ".join([first, *more[-1:]])

@@ -12,7 +12,8 @@
 --show NAME prints a kernel's text, which says in its first lines what it reads, writes and rounds. A spill is bytes a
 thread stores and loads for want of registers. Launches are those of --rows, on --arch or else on sm_90: a step that
 decodes so many requests at 4096 tokens, or, of more than 256 rows, reads a prompt as long. A text may hold several
-functions, as an indexer's does: scores, then the rounds of its selections.
+functions, as an indexer's does: scores, then the rounds of its selections. Exit code 1: one does not compile for
+--arch, as kernels that decode fp8 do not for sm_80.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def kernels_command(arguments: Namespace) -> int:
     else:
         show(console, run.kernels, found, arguments.rows, arguments.arch or HOPPER)
     refused = len(made) < len(run.kernels)
-    return int(arguments.strict and (refused or any(each.facts.spill_bytes for each in found or ())))
+    fails = any(each.facts is None for each in found or ())
+    spills = any(each.facts is not None and each.facts.spill_bytes for each in found or ())
+    return int(fails or (arguments.strict and (refused or spills)))
 
 
 def check_rows(rows: Sequence[int]) -> None:
@@ -95,6 +98,9 @@ def show(
         return
     console.print()
     console.print(compiled_table(found))
+    for each in found:
+        if each.error is not None:
+            say(console, f"fails     {each.kernel} does not compile for {arch}: {each.error}", "red")
 
 
 def launches_table(kernels: Sequence[KernelFacts], rows: Sequence[int], arch: str = HOPPER) -> Table:
@@ -118,6 +124,9 @@ def compiled_table(found: Sequence[Compiled]) -> Table:
     made = table("kernel", "function", "rows", "PTX KB", "cubin KB", "registers", "spilled B", "shared KB", left=2)
     for each in found:
         facts, function = each.facts, each.function if each.function != each.kernel else None
+        if facts is None:
+            add(made, each.kernel, function, *[None] * 6)
+            continue
         add(made, each.kernel, function, each.rows, len(facts.ptx) / 1000, facts.cubin_bytes / 1000, facts.registers,
             facts.spill_bytes or None, facts.shared_bytes / 1000)  # fmt: skip
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,8 @@ from tests.lowering.templates.test_compiles import spelling
 from tests.strategies.tracing import trace
 from tests.tools.printed import printed
 from tests.tools.small_models import run_of_balanced
-from v41.errors import KernelsNotWritten, UnknownKernel
+from v41.errors import KernelDoesNotCompile, KernelsNotWritten, UnknownKernel
+from v41.lowering.cross_compile import Facts, Request
 from v41.lowering.generated import GeneratedPiece, generate_piece
 from v41.lowering.gpu import as_on
 from v41.lowering.templates.index_scores import Form
@@ -160,6 +162,31 @@ def test_the_command_lists_and_shows(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "no region of this program gets a kernel of its own\n"
 
 
+def test_a_kernel_that_does_not_compile_is_one_line_and_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are told all the same."""
+    (kernel,) = kernels()
+    run, good = run_with_kernels(), Facts("sm_80", 32, 0, 128, 4, ".target sm_80", 2000)
+    both = [replace(kernel, name="bad"), kernel]
+    save(replace(run, parts={**run.parts, "kernels": lambda: both}), tmp_path / "run")
+
+    def compile_for(requests: Sequence[Request]) -> list[Facts]:
+        if "bad" in requests[0].path:
+            error = "CompilationError: at 26:27:\n    y = 1\n    x = tl.dot(q, k)\n        ^"
+            raise KernelDoesNotCompile(requests[0].path, kernel="bad", arch="sm_80", error=error)
+        return [good for _ in requests]
+
+    monkeypatch.setattr("v41.tools.kernels.compile_for", compile_for)
+    assert main(["kernels", str(tmp_path / "run"), "--arch", "sm_80", "--rows", "1"]) == 1
+    told = capsys.readouterr().out
+    assert "bad does not compile for sm_80: CompilationError: at 26:27: x = tl.dot(q, k)" in " ".join(told.split())
+    assert [line.split()[:2] for line in told.splitlines() if line.startswith(kernel.name)][-1] == [kernel.name, "-"]
+    assert main(["kernels", str(tmp_path / "run"), "--arch", "sm_80", "--rows", "1", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["compiled"]
+    assert found[0]["facts"] is None and found[1]["facts"]["registers"] == 32
+
+
 @pytest.mark.slow
 def test_compiled_kernels_have_figures() -> None:
     heard: list[str] = []
@@ -167,6 +194,7 @@ def test_compiled_kernels_have_figures() -> None:
     assert heard == [kernels()[0].name] and {each.rows for each in found} <= {1, 64}
     for each in found:
         facts = each.facts
+        assert facts is not None
         assert facts.arch == "sm_90" and f".target {facts.arch}a" in facts.ptx
         assert 16 < facts.registers <= 255 and facts.cubin_bytes > 1000
     assert len(printed(compiled_table(found))) == 1 + len(found)
@@ -187,6 +215,6 @@ def test_the_indexer_of_a_preset_compiles_as_it_is_listed(arch: str) -> None:
     facts = KernelFacts(kernel.name, ("index_scores",), (), kernel.source, tuple(launches_of(kernel, values, {5: {}})))
     found = list(compiled([facts], arch, [5]))
     assert {each.function.partition("_")[0] for each in found} == {"scores", "select"}
-    assert all(each.facts.arch == arch and 16 < each.facts.registers <= 255 for each in found)
+    assert all(each.facts and each.facts.arch == arch and 16 < each.facts.registers <= 255 for each in found)
     table = [line.split() for line in map(str, printed(compiled_table(found)))]
     assert [line[:2] for line in table[1:]] == [[kernel.name, each.function] for each in found]
