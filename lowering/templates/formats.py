@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+
+NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # what so many stored bytes are read as at once
+
 HEAD = "import triton\nimport triton.language as tl\n"
 
 ADDED = '''@triton.jit
@@ -29,3 +35,8 @@ def e2m1(byte):
     return (((bits & 7) << 22) | ((bits & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
 ''',
 }
+
+
+def indented(lines: Iterable[str], levels: int = 1) -> list[str]:
+    """Lines of a block."""
+    return ["    " * levels + line for line in lines]

@@ -14,11 +14,9 @@ from v41.lowering.rowwise.launch import DEEP, Call, Kernel, shared_memory
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
 from v41.lowering.templates.attention.text import BLOCK
 from v41.lowering.templates.decode import packs
+from v41.lowering.templates.formats import NUMBERS
 
 BLACKWELL = 10  # compute capability from which results lie in tensor memory
-
-
-NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
 @dataclass(frozen=True)

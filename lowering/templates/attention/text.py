@@ -24,7 +24,7 @@ from v41.lowering.rowwise.schedule import FIRST, LATER
 from v41.lowering.templates.attention.form import AS_IS, Branch, Form
 from v41.lowering.templates.attention.keys import branch_text
 from v41.lowering.templates.decode import ORDER, PART, SCALES, SPREAD, UNIT, keys_text
-from v41.lowering.templates.formats import ADDED, HEAD
+from v41.lowering.templates.formats import ADDED, HEAD, indented
 
 BLOCK = 64  # keys that are weighed at once, as in DeepSeek's own: it is part of the result. See SHORTEST in form.py
 HEADS_AT_ONCE, LEAST_HEADS = 64, 16  # rows of a tile that the tensor cores take
@@ -115,11 +115,11 @@ def kernel_text(form: Form, name: str, operands: list[str]) -> str:
         f"    here = (head < {form.heads})[:, None]",
         f"    home = (row * {form.heads} + head)[:, None] * {form.width}",
         f"    if STEP == {FIRST}:",
-        *("        " + line for line in _scores(form, rows)),
+        *indented(_scores(form, rows), 2),
         f"    elif STEP == {LATER}:",
-        *("        " + line for line in _values(form, rows)),
+        *indented(_values(form, rows), 2),
         "    else:",
-        *("        " + line for line in _both(form, rows)),
+        *indented(_both(form, rows), 2),
     ]
     return "\n".join(lines) + "\n"
 
@@ -187,7 +187,7 @@ def _scores(form: Form, rows: int) -> list[str]:
             *(f"x = tl.dot(q{i}, {tile.format(i=i)}, x)" for i in range(1, len(chunks))),
             f'tl.store(at, tl.where(seen[None, :], x * {form.scale!r}, float("-inf")))',
         ]
-        lines += [f"if (start >= {start * BLOCK}) & (start < {end}):", *("    " + line for line in body)]
+        lines += [f"if (start >= {start * BLOCK}) & (start < {end}):", *indented(body)]
     return lines
 
 
@@ -205,7 +205,7 @@ def _values(form: Form, rows: int) -> list[str]:
             "o = tl.dot(p, k, o * fade)",
         ]
         lines += [f"for number in tl.range(0, {blocks_of(branch)}, num_stages=STAGES):"]
-        lines += ["    " + line for line in body]
+        lines += indented(body)
     lines += [*_divided(form), f"y = restored(y, {rows}, SLICE // {UNIT})"]
     if form.turns[1]:
         lines.append(f"y = turn(y, cos, sin, row, first, {form.turns[1]}, {rows}, SLICE)")
@@ -251,11 +251,11 @@ def _both(form: Form, rows: int) -> list[str]:
             f"fade = tl.full([{rows}, 1], 1.0, tl.float32)",
             f"p = tl.zeros([{rows}, {BLOCK}], tl.bfloat16)",
             "if tl.max(seen.to(tl.int32), 0) > 0:",
-            *("    " + line for line in scored),
+            *indented(scored),
             "o = tl.dot(p, k, o * fade)",
         ]
         lines += [f"for number in tl.range(0, {blocks_of(branch)}, num_stages=1):"]
-        lines += ["    " + line for line in body]
+        lines += indented(body)
     lines += [
         *_divided(form),
         f"y = restored(y, {rows}, {form.width // UNIT})",

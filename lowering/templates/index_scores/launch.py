@@ -14,11 +14,11 @@ from torch import Tensor
 
 from v41.lowering.rowwise.launch import Kernel
 from v41.lowering.templates.decode import packs
+from v41.lowering.templates.formats import NUMBERS
 from v41.lowering.templates.index_scores.form import Form
 from v41.lowering.templates.index_scores.text import MOST_TURNS, SHARED
 from v41.lowering.templates.topk.launch import Step, run_steps, selection
 
-UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
 BUSY = 512  # programs that fill a GPU
 SCORES = 11  # the place of the scores among the arguments of the first launch
 
@@ -67,7 +67,7 @@ class IndexKernel(Kernel):
         blocks = entries // form.block if form.keeps else 0
         best = empty(rows, blocks)
         made: dict[str, Any] = {"picks": picks}
-        packed = [cache.view(UNITS[size]) for size in (1 + form.wide, form.scales)]
+        packed = [cache.view(NUMBERS[size]) for size in (1 + form.wide, form.scales)]
         tensors_read = [queries, of["weights"], *packed, of["positions"], of["requests"], of["columns"], places,
                         of["slots"], numbers]  # fmt: skip
         restricted = numbers if given is None else given.view(torch.int8) if given.dtype is torch.bool else given

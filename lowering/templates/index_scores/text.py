@@ -13,7 +13,7 @@ numbers in any batch. One text a number of rows: `scores_1`, and `scores_4` wher
 from __future__ import annotations
 
 from v41.lowering.templates.decode import BYTES, ORDER, SCALES, SPREAD, keys_text
-from v41.lowering.templates.formats import HEAD
+from v41.lowering.templates.formats import HEAD, indented
 from v41.lowering.templates.index_scores.form import FAR, Form
 from v41.lowering.templates.topk import TEXT
 
@@ -86,7 +86,7 @@ def scores_text(form: Form, rows: int) -> str:
         "fresh = slot >= 0",
         *(behind if rows > 1 else []),
         "if fresh:",
-        *("    " + line for line in _pass(form, rows)),
+        *indented(_pass(form, rows)),
     ]
     lines = [
         f"@triton.jit(do_not_specialize={ANY})",
@@ -95,7 +95,7 @@ def scores_text(form: Form, rows: int) -> str:
         "    start = tl.program_id(1) * (turns * BLOCK)",
         f"    head = tl.arange(0, {form.padded_heads})",
         f"    for lead in range(0, {rows}):",
-        *(" " * 8 + line for line in body),
+        *indented(body, 2),
     ]
     return "\n".join(lines) + "\n"
 
@@ -126,11 +126,11 @@ def _pass(form: Form, rows: int) -> list[str]:
     lines += [
         "busy = turns",
         "if start + turns * BLOCK > most:",
-        *("    " + line for line in _busy(form)),
+        *indented(_busy(form)),
         "for turn in tl.range(0, busy, num_stages=1):",  # programs of a core hide each other's reads
-        *("    " + line for line in _tile(form, rows)),
+        *indented(_tile(form, rows)),
         "for turn in range(busy, turns):",
-        *("    " + line for line in _idle(form, rows)),
+        *indented(_idle(form, rows)),
     ]
     return lines
 

@@ -21,7 +21,7 @@ from v41.lowering.templates.topk.launch import LARGEST, Step
 from v41.model_def.config import V41Config
 
 POINTER = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
-           torch.int16: "*i16", torch.int8: "*i8"}  # fmt: skip
+           torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8"}  # fmt: skip
 SPILLED, LITTLE = 1536, 32  # bytes a thread, of tiles that fill the registers, and of others
 SHARED = 227 << 10
 
