@@ -145,6 +145,7 @@ INTERRUPTED = """
 import os, signal, sys
 from v41.tools import {module}
 from v41.tools.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell takes from what it starts in the background
 real = {module}.{name}
 def stop(*given, **named):
     os.kill(os.getpid(), signal.SIGINT)
