@@ -132,6 +132,7 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
     command.add_argument("--show", metavar="NAME", help="print the text of one, by the beginning of its name")
     command.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), help="compile for it: registers, spills")
     command.add_argument("--rows", type=counts, default=[1, 64], metavar="N,N", help="launches of 1, 64 or 4096 (1,64)")
+    command.add_argument("--time", action="store_true", help="on the GPU at hand: µs of each alone, on drawn numbers")
     add_common(command)
 
 

@@ -14,6 +14,8 @@ thread stores and loads for want of registers. Launches are those of --rows, on 
 decodes so many requests at 4096 tokens, or, of more than 256 rows, reads a prompt as long. A text may hold several
 functions, as an indexer's does: scores, then the rounds of its selections. Exit code 1: one does not compile for
 --arch, as kernels that decode fp8 do not for sm_80.
+
+--time: µs of each alone on the GPU at hand, on drawn numbers; `-` where these will not do, since it reads places.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from v41.errors import InvalidOptionValue, UnknownKernel
+from v41.errors import BenchNeedsGPU, InvalidOptionValue, UnknownKernel
 from v41.tools.json_output import print_json
+from v41.tools.kernel_times import Timed, timed
 from v41.tools.kernels import ROWS, Compiled, KernelFacts, compiled
 from v41.tools.nearest import choices
 from v41.tools.pass_runs import console_of
@@ -42,6 +46,8 @@ HOPPER = "sm_90"  # of which launches are told where no --arch is asked for
 def kernels_command(arguments: Namespace) -> int:
     console = console_of(arguments)
     check_rows(arguments.rows)
+    if arguments.time and not torch.cuda.is_available():
+        raise BenchNeedsGPU("v41 kernels --time", found="torch sees no CUDA device")
     run = run_named(arguments)
     if arguments.show is not None:
         kernel = kernel_named(run.kernels, arguments.show)
@@ -52,10 +58,14 @@ def kernels_command(arguments: Namespace) -> int:
         return 0
     made = [kernel for kernel in run.kernels if kernel.refusal is None]
     found = for_arch(made, arguments.arch, arguments.rows) if arguments.arch is not None else None
+    times = timed_here(run, made, arguments.rows) if arguments.time else None
     if arguments.json:
-        print_json("kernels", values(run, found))
+        print_json("kernels", values(run, found, times))
     else:
         show(console, run.kernels, found, arguments.rows, arguments.arch or HOPPER)
+        if times is not None:
+            console.print()
+            console.print(times_table(times))
     refused = len(made) < len(run.kernels)
     fails = any(each.facts is None for each in found or ())
     spills = any(each.facts is not None and each.facts.spill_bytes for each in found or ())
@@ -82,6 +92,18 @@ def kernel_named(kernels: Sequence[KernelFacts], name: str) -> KernelFacts:
 def for_arch(kernels: Sequence[KernelFacts], arch: str, rows: Sequence[int]) -> list[Compiled]:
     with progress() as bars:
         return list(compiled(kernels, arch, rows, bars.begin("compile", len(kernels))))
+
+
+def timed_here(run: Run, kernels: Sequence[KernelFacts], rows: Sequence[int]) -> list[Timed]:
+    with progress() as bars:
+        return timed(run.plan, kernels, rows, torch.device("cuda"), bars.begin("time", len(kernels)))
+
+
+def times_table(times: Sequence[Timed]) -> Table:
+    made = table("kernel", "rows", "us")
+    for each in times:
+        add(made, each.kernel, each.rows, each.us)
+    return made
 
 
 def show(
@@ -138,8 +160,10 @@ def refusals(kernels: Sequence[KernelFacts]) -> Iterator[str]:
             yield f"no kernel {', '.join(kernel.regions)} in {', '.join(kernel.pieces)}: {kernel.refusal}"
 
 
-def values(run: Run, found: Sequence[Compiled] | None) -> dict[str, Any]:
+def values(run: Run, found: Sequence[Compiled] | None, times: Sequence[Timed] | None = None) -> dict[str, Any]:
     facts: dict[str, Any] = {"source": run.source, "kernels": [asdict(kernel) for kernel in run.kernels]}
     if found is not None:
         facts["compiled"] = [asdict(each) for each in found]
+    if times is not None:
+        facts["times"] = [asdict(each) for each in times]
     return facts
