@@ -77,10 +77,10 @@ def live(cache: Cache) -> list[Tensor]:
 class Both:
     """A model, compiled, and the same plain: step by step, each on a cache of its own that began as NaN."""
 
-    def __init__(self, config: V41Config, **options: Any) -> None:
+    def __init__(self, config: V41Config, capacity: int = CAPACITY, **options: Any) -> None:
         self.config, self.model = config, V41ForCausalLM.random(config).eval()
         self.compiled = torch.compile(self.model, backend="v41", fullgraph=True, options={"cache": False, **options})
-        self.ours, self.theirs = (poisoned(config, SLOTS, CAPACITY) for _ in range(2))
+        self.ours, self.theirs = (poisoned(config, SLOTS, capacity) for _ in range(2))
 
     @torch.no_grad()
     def step(self, chunks: list[Chunk], buckets: Buckets | None = None, stale: int | None = None) -> int:
@@ -149,6 +149,18 @@ def test_what_the_next_chunk_makes_again_is_left_out(replay: str) -> None:
     assert kept == [min(20, last), min(far, last), 1 + min(far, last), 2]
     alone = Both(both.config, codegen="eager")
     assert alone.step([Chunk(ids[0], 0, 0, 50, following=far)], LADDERS, stale=source) == 1
+
+
+@pytest.mark.parametrize("replay", REPLAYS)
+def test_of_thousands_of_rows_a_window_or_a_halo_is_kept(replay: str) -> None:
+    torch.compiler.reset()
+    config, ids = small(replay).replace(max_position_embeddings=2400), 4 * tokens()[0]
+    both, last = Both(config, capacity=2400, codegen="eager"), kept_last(config)
+    kept = [
+        both.step([Chunk(ids, 0, 0, 2100), Chunk(ids, 0, 1, 1), Chunk(ids, 0, 2, 127)]),
+        both.step([Chunk(ids, 2100, 0, 2101), Chunk(ids, 1, 1, 2), Chunk(ids, 127, 2, 2300)]),
+    ]
+    assert kept == [last + 1 + last, 1 + 1 + last]
 
 
 def test_a_prefix_hit_rebuilds_rings_and_rewrites_no_entry() -> None:
