@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from tests.passes.test_row_rules import Writer, demanded_of
 from tests.strategies.rows import SLOTS, WIDTH, WINDOW
-from v41.passes.analysis.meanings import MEANINGS
+from v41.passes.analysis.meanings import MEANINGS, Meaning
 from v41.passes.analysis.rows import EVERY
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -138,3 +138,16 @@ def test_without_its_meaning_all_rows_are_read(op: Any, monkeypatch: pytest.Monk
     assert not demanded_of(PROGRAMS[op])[0].every
     monkeypatch.delitem(MEANINGS, op)
     assert demanded_of(PROGRAMS[op])[0] == EVERY
+
+
+def test_offsets_of_keys_are_known_along_the_last_dimension_alone() -> None:
+    """Seen otherwise a mask of keys says nothing, and a position is still one, of no known offsets."""
+    write = Writer()
+    keys = write(aten.unsqueeze.default, write.inputs["positions"], 1)
+    keys = write(aten.expand.default, keys, [-1, WINDOW])
+    column = write(aten.unsqueeze.default, keys, 2)
+    same, other = (MEANINGS[node.target] for node in (keys, column))
+    offsets = tuple(range(1 - WINDOW, 1))
+    mask, position = (Meaning(of, offsets=offsets) for of in ("in step", "position"))
+    assert (same(keys, (mask,)), same(keys, (position,))) == (mask, position)
+    assert (other(column, (mask,)), other(column, (position,))) == (None, Meaning("position"))
