@@ -273,6 +273,12 @@ def key(*passes: Any, verify: bool = False) -> str | None:
     return key_of(in_order(passes), verify)
 
 
+def test_every_pass_has_a_key_of_its_own() -> None:
+    keys = [key(each.run) for each in PIPELINE]
+    assert None not in keys and len({*keys}) == len(keys)
+    assert keys == [key(each.run) for each in PIPELINE]
+
+
 def caching(**options: Any) -> str:
     """What Inductor's cache said to project(...), compiled under `options`."""
     compiled(project, torch.rand(4, 8), torch.rand(8, 3), **options)
