@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from sympy import Max, Min, Symbol
-from torch import SymInt, Tensor
-from torch.fx import GraphModule
+from sympy import Symbol
 
-from tests.strategies.tracing import trace
+from tests.strategies.small import calls_of, fakes, graph_of, inputs_of
 from v41.passes.analysis.algebra import ONE, expression, multiple, product, sizes
 
 T, R, Q = (Symbol(name, integer=True, nonnegative=True) for name in "TRQ")
@@ -21,25 +19,14 @@ def test_a_multiple_is_one_for_every_number() -> None:
     assert product((T, expression(2), T)) == 2 * T**2 and product(()) == 1
 
 
-def program() -> GraphModule:
-    def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([x, y]).repeat(2, 1), x[: y.shape[0] // 2]
-
-    return trace(run, torch.rand(6, 4), torch.rand(5, 4), sizes=("rows", "others"))
-
-
-def test_sizes_of_a_program_are_symbols_of_whole_numbers_and_what_is_made_of_them() -> None:
-    x, y = (node for node in program().graph.nodes if node.op == "placeholder" and sizes_of(node))
-    output = program().graph.output_node()
-    (rows, width), (others, _) = sizes(x), sizes(y)
+def test_sizes_are_symbols_of_whole_numbers_and_what_is_made_of_them() -> None:
+    with fakes() as new:
+        a, b = new.size(), new.size()
+        gm = graph_of(lambda x, y: torch.cat([x, y]).repeat(2, 1), new(a, 4), new(b, 4))
+        less, more = expression(torch.sym_min(a, b // 2)), expression(torch.sym_max(a, b // 2))
+    (rows, width), (others, _) = map(sizes, inputs_of(gm))
     assert isinstance(rows, Symbol) and rows.is_integer and rows.is_nonnegative and width == 4
-    assert rows != others and {str(rows), str(others)} == {str(n.meta["val"].shape[0]) for n in (x, y)}
-    twice, part = (sizes(node)[0] for node in output.args[0])
-    assert twice == 2 * (rows + others)
-    found = [part.subs({rows: 6, others: count}) for count in (5, 30)]
-    assert found == [2, 6] and part.atoms(Min, Max)
-
-
-def sizes_of(node: object) -> bool:
-    value = node.meta["val"]  # type: ignore[attr-defined]
-    return isinstance(value, Tensor) and isinstance(value.shape[0], SymInt)
+    assert [str(rows), str(others)] == [str(a), str(b)]
+    assert sizes(calls_of(gm, "repeat")[-1]) == (2 * (rows + others), 4)
+    assert [less.subs({rows: 6, others: count}) for count in (5, 30)] == [2, 6]
+    assert [more.subs({rows: 6, others: count}) for count in (5, 30)] == [6, 15]
