@@ -4,7 +4,8 @@
     rules                         (a sentence, the predicate that returns the node at fault), in order
     attributes(site)              what the region says of itself, read from the graph
 
-Each rule may rely on those above it. All attributes are read before the first edit.
+Each rule may rely on those above it. All attributes are read before the first edit, and with them the order of nodes:
+where sites lie in each other, outlining one moves nodes of the next.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from v41.passes import spans
 from v41.passes.matching import programs
-from v41.regions import outline
+from v41.regions import members_of, outline
 from v41.report import Decision, applied, refused
 
 
@@ -60,11 +61,12 @@ def outline_sites(
 ) -> list[Decision]:
     """Outlines every site of `gm` that breaks no rule, in place. One decision a site, in the order given."""
     judged = [(site, broken_rule(site, rules_of(site))) for site in sites]
-    facts = [attributes(site) if broken is None else {} for site, broken in judged]
+    facts = [{"in_order": members_of(gm, site.members), **attributes(site)} if broken is None else {}
+             for site, broken in judged]  # fmt: skip
     return [
         refused(site.anchor, *broken)
         if broken is not None
-        else applied(outline(gm, site.members, kind=site.kind, **found))
+        else applied(outline(gm, found["in_order"], kind=site.kind, **found))
         for (site, broken), found in zip(judged, facts, strict=True)
     ]
 

@@ -34,7 +34,7 @@ region, it is inlined again: the collective runs as it is, and the nested region
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,22 +118,26 @@ def slice_of(body: GraphModule, outputs: Iterable[int]) -> set[Node]:
     return needed
 
 
-def outline(gm: GraphModule, nodes: Iterable[Node], *, kind: str, **attrs: Any) -> Node:
+def outline(gm: GraphModule, nodes: Iterable[Node], *, kind: str, in_order: Sequence[Node] = (), **attrs: Any) -> Node:
     """Moves `nodes` of `gm` into a region of `kind` and returns the call node.
 
     `nodes` must be convex (no path leaves and comes back). Inputs are the outside values read, in order of first read;
     outputs the inside values read outside, in graph order. The subgraph references and getitems of a nested region come
     along by themselves. Nodes between the first and last that read the region move behind it, in order; an effect among
-    them is refused.
+    them is refused. in_order: what `members_of` said of `nodes` when `attrs` were read: operands and outputs are in the
+    order of then, wherever nodes have moved since.
     """
-    inside = _closed(gm, nodes)
-    members = sorted(inside)  # in graph order
-    outputs = [node for node in members if node.op != "get_attr" and any(user not in inside for user in node.users)]
+    members = members_of(gm, nodes)
+    inside = set(members)
+    if in_order and inside != set(in_order):
+        raise NotOutlinable(f"{members[0]} and others are not what they were when the region was described")
+    told = list(in_order) or members
+    outputs = [node for node in told if node.op != "get_attr" and any(user not in inside for user in node.users)]
     if not outputs:
         raise NotOutlinable(f"nothing outside reads any of {members}")
     late = _readers_in_between(gm, inside, members[0], members[-1])
 
-    body, operands = _body(gm, members, outputs)
+    body, operands = _body(gm, told, outputs)
     name = _free_name(gm, kind)
     gm.add_submodule(name, body)
     body.meta[META] = Region(kind, dict(attrs))
@@ -259,6 +263,11 @@ def flatten(gm: GraphModule) -> GraphModule:
             inline(flat, call)
     flat.recompile()
     return flat
+
+
+def members_of(gm: GraphModule, nodes: Iterable[Node]) -> list[Node]:
+    """What a region of `nodes` holds, in graph order: these and what cannot be parted from them."""
+    return sorted(_closed(gm, nodes))
 
 
 def _closed(gm: GraphModule, nodes: Iterable[Node]) -> set[Node]:
