@@ -14,11 +14,11 @@ bf16, mis-rounds fp8, multiplies, adds, compares, sums and `tl.dot`s the pattern
 where the GPU's min and max drop it; none of this says a word. `repair()` makes casts torch's casts, saturating for
 fp8 as cvt.rn.satfinite does, computes on narrow floats in fp32 with one rounding an operation, fuses tl.fma, rounds
 what a `tl.dot` in tf32 reads, sums a dot's exact products in fp64, 64 numbers at a time, so that no order shows and one
-long dot gives what several do that go on from each other (a GPU goes by 16), and sums and other reductions over an axis
-as a tree in the tensor's own type. Not repaired: RTZ casts are refused; argmax and argmin among NaN depend on the order
-on a GPU and take the first NaN here; NaN clamped to -c and c is either (a GPU has one instruction for that); the sign
-of a zero among equals, and last bits of exp, log, rsqrt and `/`, are numpy's; a * b + c is not contracted unless
-written tl.fma.
+long dot gives what several do that go on from each other (a GPU goes by 16), and sums over an axis as a tree in the
+tensor's own type. Not repaired: RTZ casts are refused; argmax and argmin among NaN depend on the order on
+a GPU and take the first NaN here; NaN clamped to -c and c is either (a GPU has one instruction for that); the sign of
+a zero among equals, and last bits of exp, log, rsqrt and `/`, are numpy's; a * b + c is not contracted unless written
+tl.fma.
 """
 
 from __future__ import annotations

@@ -120,22 +120,6 @@ def tree_sum(self: Any, input: Any) -> Any:
     return self.to_tensor(data, input.dtype)
 
 
-def tree_reduce(self: Any, input: tuple[Any, ...]) -> tuple[Any, ...]:
-    """By any function, halves of the axis at once: one call a level, where the interpreter makes one an element."""
-    found = [each.handle.data for each in input]
-    found = [data.reshape(-1) if self.axis is None else np.moveaxis(data, self.axis, 0) for data in found]
-    while len(found[0]) > 1:
-        halves = [self.to_tensor(np.split(data, 2)[i], each.dtype)
-                  for i in range(2) for data, each in zip(found, input, strict=True)]  # fmt: skip
-        made = self.combine_fn.fn(*halves)
-        found = [each.handle.data for each in (made if isinstance(made, tuple) else (made,))]
-    rank, axis = input[0].handle.data.ndim, self.axis
-    found = [data[0] for data in found]
-    if self.keep_dims:
-        found = [data.reshape((1,) * rank) if axis is None else np.expand_dims(data, axis) for data in found]
-    return tuple(self.to_tensor(data, each.dtype) for data, each in zip(found, input, strict=True))
-
-
 def tensor_patched(tensor: Any, scope: Any) -> None:
     plain_tensor(tensor, scope)  # 3.6 ends a loop by int() of an array of one element, which numpy no longer takes
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
@@ -146,5 +130,5 @@ Builder.create_clampf, Builder.create_fma, Builder.create_dot, Builder.create_sp
 Builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 Builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 Builder.get_bf16 = lambda self, value: rounded(torch.tensor([value], dtype=torch.float32), tl.bfloat16)
-it.ReduceOps.sum, it.ReduceOps.generic_reduce = tree_sum, tree_reduce
+it.ReduceOps.sum = tree_sum
 it._patch_lang_tensor = tensor_patched

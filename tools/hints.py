@@ -101,7 +101,6 @@ HINTS = {
     "mixes rows in no way that row demand does not know": "mix rows by index, window or sort by expert, or before",
     "reads early values whose rows can be taken": "lay rows along dimension 0, one entry a row",
     "has sizes that follow from how many rows there are": "take sizes from the tensors that are read",
-    "finds rows by numbers that can be told anew": "count rows with arange, or number them in the batch",
     "only computes": "leave writes, draws and collectives to the pieces around the look-up",
     "hangs on values that are there before the device works in front of it, and are not written":
         "look up by token ids alone, in tables that no step writes",

@@ -70,10 +70,9 @@ def hold(body: GraphModule, name: str = "rowwise") -> HeldKernel:
     if len(order) > SPELLED:
         raise NotRowwise(body.graph.output_node(), f"takes {len(order)} operations to spell out")
     full = f"{name}_{digest(held_emit.text(kept, 'kernel'))}"
-    largest: list[int] = max(([lane.padded for lane in expr.lanes] for expr in order), key=np.prod, default=[])
-    elements, innermost = int(np.prod(largest)), max(largest, default=1)
+    elements = max((int(np.prod([lane.padded for lane in expr.lanes])) for expr in order), default=1)
     source = header_of_held(full, body, kept, elements) + held_emit.text(kept, full)
-    return HeldKernel(full, source, kept.inputs, kept.outputs, elements, innermost, front_facts(kept.front), kept.parts)
+    return HeldKernel(full, source, kept.inputs, kept.outputs, elements, front_facts(kept.front), kept.parts)
 
 
 def pass_over(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> GeneratedKernel:

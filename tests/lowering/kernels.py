@@ -68,28 +68,6 @@ def scale_rows(x, w, out, columns, EPS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_both(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def first_of(a, b):
-    return a
-
-
-@triton.jit
-def reduce_both(x, y, sums, firsts, M: tl.constexpr, N: tl.constexpr):
-    """The sums of the rows of two matrices at once, and the first number of each row of x."""
-    row = tl.arange(0, M)
-    at = row[:, None] * N + tl.arange(0, N)[None, :]
-    a, b = tl.load(x + at), tl.load(y + at)
-    sum_a, sum_b = tl.reduce((a, b), 1, add_both)
-    tl.store(sums + row, sum_a)
-    tl.store(sums + M + row, sum_b)
-    tl.store(firsts + row[:, None], tl.reduce(a, 1, first_of, keep_dims=True))
-
-
-@triton.jit
 def spill(x, out, N: tl.constexpr):
     """More live values than the registers of one warp hold."""
     i = tl.arange(0, N)

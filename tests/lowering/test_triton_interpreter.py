@@ -166,17 +166,6 @@ def test_sums_as_a_tree_in_its_own_type(interpreter: Interpreter, dtype: torch.d
     assert same(found, tree[0])
 
 
-def test_several_numbers_are_reduced_at_once_as_each_alone(interpreter: Interpreter) -> None:
-    x, y = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(6))
-    sizes = {"M": 16, "N": 64, "AXIS": 1}
-    alone = [
-        interpreter.launch(KERNELS, "reduce", (1,), each, torch.empty(16), **sizes, OP="sum")[1] for each in (x, y)
-    ]
-    empty = torch.empty(2, 16), torch.empty(16)
-    *_, sums, firsts = interpreter.launch(KERNELS, "reduce_both", (1,), x, y, *empty, M=16, N=64)
-    assert torch.equal(sums, torch.stack(alone)) and torch.equal(firsts, x[:, 0])
-
-
 def test_max_drops_nan(interpreter: Interpreter) -> None:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
     expected = x.float().max(1).values

@@ -281,7 +281,7 @@ def test_hints_are_of_rules_that_there_are_and_every_rule_of_these_passes_has_on
     rules = [getattr(module, "RULES", ()) for module in passes]
     by_kind = [kinds.values() if isinstance(kinds, dict) else (kinds,) for kinds in rules]
     sentences = {rule for kinds in by_kind for of_kind in kinds for rule, _ in of_kind}
-    rows = (replay_rows.KNOWN, replay_rows.CUT, replay_rows.SIZED, replay_rows.INDEXED)
+    rows = (replay_rows.KNOWN, replay_rows.CUT, replay_rows.SIZED)
     assert HINTS.keys() == sentences | {trim_replay.FUNCTIONAL, *rows}
     assert hint(fold_of(made).decisions[2]) != GENERAL
 

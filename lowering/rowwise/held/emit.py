@@ -22,7 +22,6 @@ from v41.lowering.rowwise.held.index import Along, Digit, Index, Lane
 from v41.lowering.rowwise.held.prelude import HELPERS
 from v41.lowering.rowwise.held.read import Kept, Store
 from v41.lowering.rowwise.held.spaces import Space, assign, in_tiles
-from v41.lowering.rowwise.held.together import adder, beside
 from v41.lowering.rowwise.names import TRITON, Names
 from v41.lowering.rowwise.prelude import PRELUDE
 
@@ -38,8 +37,6 @@ class Lines:
         self.lines: list[str] = []
         self.indent = 1
         self.done: set[Expr] = set()
-        self.open: list[Expr] = []  # what is to be computed, in order
-        self.adders: set[int] = set()  # how many sums some reduction takes at once
         self.order = {expr: i for i, expr in enumerate(kept.builder.order)}
 
     def say(self, *lines: str) -> None:
@@ -80,11 +77,7 @@ class Lines:
 
     def compute(self, roots: Iterable[Expr]) -> None:
         """Lines for all that `roots` need and that is not there yet."""
-        self.open = reachable(roots, self.kept.builder.order)
-        self._compute(self.open)
-
-    def _compute(self, exprs: Iterable[Expr]) -> None:
-        for expr in sorted(exprs, key=self.order.__getitem__):
+        for expr in sorted(reachable(roots, self.kept.builder.order), key=self.order.__getitem__):
             if expr.op != "const" and expr not in self.done:
                 self.done.add(expr)
                 self._one(expr)
@@ -94,8 +87,6 @@ class Lines:
             self._rank(expr)
         elif expr.op == "ranked":
             self.names.alias(expr, f"{self.names[expr.args[0]]}_{expr.data[0]}")
-        elif len(group := self._group(expr)) > 1:
-            self._folds(group)
         else:
             self.say(f"{self.names[expr]} = {self._text(expr)}")
 
@@ -166,29 +157,6 @@ class Lines:
                 text = f"tl.{'max' if op == 'maximum' else 'min'}({text}, {axis}, keep_dims=True)"
         text = f"unordered({text})" if op != "add" and floating else text
         return text if in_tiles(expr.lanes) else f"bare({text})"
-
-    def _group(self, expr: Expr) -> list[Expr]:
-        """The sums that are taken with `expr`. Behind a product in front they hang on no layout, each alone."""
-        if self.kept.front is not None:
-            return [expr]
-        return beside(expr, [each for each in self.open if each is expr or each not in self.done])
-
-    def _folds(self, group: list[Expr]) -> None:
-        """Several sums over the same axes at once."""
-        self._compute(reachable([each.args[0] for each in group], self.kept.builder.order))
-        self.done.update(group)
-        self.adders.add(len(group))
-        over: Any = group[0].data[1]
-        given = self.mask(False, over)
-        texts = [self.names[each.args[0]] for each in group]
-        texts = [f"tl.where({given}, {text}, 0.0)" for text in texts] if given else texts
-        names = [self.names[each] for each in group]
-        for axis in sorted(self.space.axis[lane] for lane in over):  # outer ones lie within threads, if any do
-            reduced = f"tl.reduce(({', '.join(texts)}), {axis}, add_{len(group)}, keep_dims=True)"
-            self.say(f"{', '.join(names)} = {reduced}")
-            texts = names
-        if not in_tiles(group[0].lanes):
-            self.say(*(f"{name} = bare({name})" for name in names))
 
     def _rank(self, expr: Expr) -> None:
         """The picks one after the other, `best` and, unless the keys tell, `place`, in the lane of the picks."""
@@ -261,8 +229,7 @@ def text(kept: Kept, name: str) -> str:
         rows_lines(lines, kept, order)
     else:
         front_lines(lines, kept, names, order)
-    adders = "".join(f"\n\n{adder(count)}" for count in sorted(lines.adders))
-    return PRELUDE + HELPERS + adders + "\n\n" + "\n".join(lines.lines) + "\n"
+    return PRELUDE + HELPERS + "\n\n" + "\n".join(lines.lines) + "\n"
 
 
 def rows_lines(lines: Lines, kept: Kept, order: list[Expr]) -> None:

@@ -45,10 +45,9 @@ FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1, 16 and 64,
 
 @dataclass
 class HeldKernel(Kernel):
-    """`elements`: of the largest tile of one row, or of one part of it; `innermost`: along its longest axis."""
+    """`elements`: of the largest tile of one row, or of one part of it."""
 
     elements: int
-    innermost: int
     front: tuple[int, int, int, int] | None  # columns, their stride in memory, runs, and chunks a run, of a product
     parts: int = 1  # of a row, each by a program of its own
 
@@ -60,10 +59,8 @@ class HeldKernel(Kernel):
         return Spread(count, self.warps(count))
 
     def warps(self, rows: int) -> int:
-        """Of a program of so many whole rows. They are part of the order of its sums. Of a part of a row as many as its
-        longest axis needs: the others lie within threads then, and sums over them cost no exchange."""
-        elements = self.innermost if self.parts > 1 else rows * self.elements
-        return max(1, min(MOST_WARPS, elements // (32 * A_THREAD)))
+        """Of a program of so many whole rows. They are part of the order of its sums."""
+        return max(1, min(MOST_WARPS, rows * self.elements // (32 * A_THREAD)))
 
     def candidates(self, rows: int, device: torch.device) -> list[Spread]:
         """Ways to tile a product in front. Whole rows have one way, or a row's bits would depend on its batch."""

@@ -19,11 +19,10 @@ from tests.strategies.tracing import trace
 from tests.triton_interpreter import Interpreter
 from v41.lowering.rowwise import HeldKernel, Kernel, Unsupported, generate, hold
 from v41.lowering.rowwise.held import values
-from v41.lowering.rowwise.held.launch import Spread
 from v41.lowering.rowwise.read import NotRowwise
 from v41.model_def.topk import topk_lowest_index
 from v41.passes.same_values import random_inputs, same_bits
-from v41.tools.bench.rowwise_cases import CASES, cases
+from v41.tools.bench.rowwise_cases import cases
 
 CPU = torch.device("cpu")
 SMALL = cases(20)  # the model's own bodies, at a twentieth of their widths where they have a width to lose
@@ -201,28 +200,6 @@ def test_rows_too_large_for_a_program_fall_into_the_parts_of_their_results(
     body, kernel = held(normed, [torch.randn(7, 3, 200)])
     assert kernel.parts == 3
     check_everywhere(interpreter, body, kernel)
-
-
-def test_sums_that_wait_for_nobody_are_taken_at_once(interpreter: Interpreter) -> None:
-    def moments(x: Tensor, y: Tensor) -> Tensor:
-        mean = x.mean(-1, keepdim=True)
-        spread = (x - mean).square().sum(-1, keepdim=True)  # waits for the mean
-        return x * spread + (x * y).sum(-1, keepdim=True) * y.sum(-1, keepdim=True)
-
-    body, kernel = held(moments, [torch.randn(7, 3, 40), torch.randn(7, 3, 40)])
-    assert "\ndef add_3(a0, a1, a2, b0, b1, b2):\n" in kernel.source
-    lines = kernel.source[kernel.source.rindex("@triton.jit") :].splitlines()
-    assert [line.count("add_3") for line in lines if "tl.reduce((" in line] == [1, 1]  # two lanes of 40 columns
-    assert sum("= tl.sum(" in line for line in lines) == 1  # of what waits
-    check_everywhere(interpreter, body, kernel)
-
-
-def test_of_a_part_warps_hold_the_longest_axis_alone() -> None:
-    """Of [5, 1024] numbers a thread has 5 times 8 then, and only one of two sums crosses warps."""
-    kernel = hold(CASES["stream_gate"].body())
-    assert (kernel.parts, kernel.elements, kernel.innermost) == (4, 8192, 1024)
-    assert [kernel.schedule_for(rows, CPU) for rows in (1, 4096)] == [Spread(1, 4)] * 2
-    assert kernel.source.count("tl.reduce((") == 2
 
 
 def test_a_damaged_index_reads_inside_of_its_table(interpreter: Interpreter) -> None:
