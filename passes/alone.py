@@ -8,7 +8,9 @@
 
 What a pass needs runs before it. A later pass of one's own may replace regions by what it has for them, a custom
 operator say: `inductor_pass(fold_sinkhorn, call_my_kernel)`. What stays of them is inlined, since Inductor fuses
-nothing across the border of a subgraph. A graph that breaks under a pass is restored, as in v41's own pipeline.
+nothing across the border of a subgraph. A graph that breaks under a pass is restored, as in v41's own pipeline. Passes
+that serve kernels of v41's (`Pass.serves`: restrict_index_scores, take_in_combine) do nothing here, as in its own
+pipeline where no kernel is generated.
 
 Decisions come as reports: `with v41.collect() as reports` around the first call. A graph that Inductor took from its
 cache has none, for then no pass ran.
