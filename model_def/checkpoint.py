@@ -38,7 +38,6 @@ from v41.model_def.errors import (
     FileUnreadable,
     PartOfAModel,
     ShareNotWhole,
-    some_of,
 )
 from v41.model_def.linear import Fp8Linear, Fp32Linear, Linear
 from v41.model_def.moe import ExpertLinear, Fp4ExpertLinear, Gate
@@ -133,11 +132,11 @@ def load_checkpoint(
 ) -> LoadSummary:
     """Fills `model`, which may be on the meta device, and moves it to `device`. CheckpointError lists all misfits."""
     folder = Path(folder)
-    stored = stored_tensors(folder)
+    stored, misplaced = stored_tensors(folder)
     unused = tuple(sorted(name for name in stored if is_not_used(name)))
     with held_as_stored(model, stored):
         targets = slots(model)
-        check_fit(folder, targets, {name: tensor for name, tensor in stored.items() if name not in unused})
+        check_fit(folder, targets, {name: tensor for name, tensor in stored.items() if name not in unused}, misplaced)
     done, whole = 0, sum(stored[name].nbytes for name in targets)
     for name in sorted(targets, key=lambda name: (stored[name].file, stored[name].begin)):
         fill(targets[name], name, stored, device)
@@ -154,8 +153,11 @@ def load_checkpoint(
     return LoadSummary(len(targets), unused, source)
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """What the folder's files hold, by name. CheckpointFileError where the folder holds no checkpoint."""
+def stored_tensors(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """What the folder's files hold, by name; and what the index is wrong about, a line for each name.
+
+    CheckpointFileError where the folder holds no checkpoint.
+    """
     places: dict[str, str] = {}
     if os.path.exists(folder / INDEX):  # of names that are too long, paths raise
         weight_map = read_json(folder / INDEX).get("weight_map")
@@ -167,18 +169,17 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if lost:
         raise CheckpointFileError(folder, problem=f"no {', '.join(lost)}")
     headers = {shard: read_header(folder / shard) for shard in shards}
-    astray = sorted(f"{name} in {shard}" for name, shard in places.items() if name not in headers[shard])
-    if astray:
-        raise CheckpointFileError(folder, problem=f"no {some_of(astray)}, where {INDEX} puts {len(astray)} tensor(s)")
-    found, twice = dict[str, StoredTensor](), list[str]()
+    misplaced = {
+        name: f"{name} is not in {shard}, where {INDEX} puts it"
+        for name, shard in places.items()
+        if name not in headers[shard]
+    }
+    found = dict[str, StoredTensor]()
     for shard, header in headers.items():
         for name, tensor in header.items():
-            if places.get(name, shard) == shard and found.setdefault(name, tensor) is not tensor:
-                twice.append(name)
-    if twice:
-        problem = f"{some_of(sorted(twice))} in two files, and {INDEX} names neither: {len(twice)} tensor(s)"
-        raise CheckpointFileError(folder, problem=problem)
-    return found
+            if places.get(name, shard) == shard and (first := found.setdefault(name, tensor)) is not tensor:
+                misplaced[name] = f"{name} is in {first.file.name} and in {shard}, and {INDEX} names neither"
+    return found, misplaced
 
 
 def is_not_used(name: str) -> bool:
@@ -212,7 +213,9 @@ def held_as_stored(model: nn.Module, stored: dict[str, StoredTensor]) -> Iterato
         raise
 
 
-def check_fit(folder: Path, targets: dict[str, Slot], files: dict[str, StoredTensor]) -> None:
+def check_fit(
+    folder: Path, targets: dict[str, Slot], files: dict[str, StoredTensor], misplaced: dict[str, str]
+) -> None:
     """Compares names, shapes and types without reading a tensor."""
     misfits: dict[str, list[str]] = {"shape": [], "dtype": []}
     for name in sorted(targets.keys() & files.keys()):
@@ -221,9 +224,10 @@ def check_fit(folder: Path, targets: dict[str, Slot], files: dict[str, StoredTen
             misfits["shape"].append(f"{name} is {shape}, the model has {slot.shape}")
         if dtype not in slot.dtypes:
             misfits["dtype"].append(f"{name} is {dtype}, the model takes {' or '.join(map(str, slot.dtypes))}")
-    missing, unexpected = targets.keys() - files.keys(), files.keys() - targets.keys()
-    if missing or unexpected or any(misfits.values()):
-        raise CheckpointError(folder, sorted(missing), sorted(unexpected), **misfits)
+    missing, unexpected = targets.keys() - files.keys() - misplaced.keys(), files.keys() - targets.keys()
+    if missing or unexpected or misplaced or any(misfits.values()):
+        lines = [misplaced[name] for name in sorted(misplaced)]
+        raise CheckpointError(folder, sorted(missing), sorted(unexpected), misplaced=lines, **misfits)
 
 
 def fill(slot: Slot, name: str, stored: dict[str, StoredTensor], device: torch.device | str) -> None:

@@ -59,14 +59,22 @@ class UnknownPreset(ModelError, KeyError):
 
 
 class CheckpointError(ModelError):
-    """Tensors that are missing, unexpected, mis-shaped or of another dtype; facts of those names."""
+    """Tensors that are missing, unexpected, not where the index says, mis-shaped or of another dtype; facts of those
+    names."""
 
     found = "the checkpoint does not fit the model, {count} tensor(s):{listing}"
     fix = "load the checkpoint with its own config.json, or repair the tensors named"
 
-    def __init__(self, where: object, missing: Sequence[str] = (), unexpected: Sequence[str] = (),
-                 shape: Sequence[str] = (), dtype: Sequence[str] = ()) -> None:
-        groups = {"missing": missing, "unexpected": unexpected, "shape": shape, "dtype": dtype}
+    def __init__(
+        self,
+        where: object,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        shape: Sequence[str] = (),
+        dtype: Sequence[str] = (),
+        misplaced: Sequence[str] = (),
+    ) -> None:
+        groups = {"missing": missing, "unexpected": unexpected, "misplaced": misplaced, "shape": shape, "dtype": dtype}
         lines = [f"{kind}: {line}" for kind, found in groups.items() for line in found]
         facts = {kind: tuple(found) for kind, found in groups.items()}
         super().__init__(where, count=len(lines), listing=bullets(lines), **facts)
