@@ -49,6 +49,7 @@ from v41.model_def.token_map import read_token_map
 WEIGHTS, INDEX, TOKEN_MAP = "model.safetensors", "model.safetensors.index.json", "engram_token_map.safetensors"
 NOT_USED = ("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline")  # the draft; what images need
 NOT_USED_SUFFIX = ".gate.bias_vl"  # the gate's bias inside image spans
+NO_NUMBER = 255  # of e8m0
 BYTES, SCALES = {torch.uint8, torch.int8}, (torch.float8_e8m0fnu, torch.uint8)
 
 Progress = Callable[[int, int], None]  # bytes so far, and of all
@@ -130,7 +131,8 @@ def load_checkpoint(
     device: torch.device | str = "cpu",
     progress: Progress = lambda done, whole: None,
 ) -> LoadSummary:
-    """Fills `model`, which may be on the meta device, and moves it to `device`. CheckpointError lists all misfits."""
+    """Fills `model`, which may be on the meta device, and moves it to `device`. CheckpointError lists all misfits;
+    FileUnreadable where a file is damaged."""
     folder = Path(folder)
     stored, misplaced = stored_tensors(folder)
     unused = tuple(sorted(name for name in stored if is_not_used(name)))
@@ -239,11 +241,22 @@ def fill(slot: Slot, name: str, stored: dict[str, StoredTensor], device: torch.d
     if in_place:
         setattr(slot.module, slot.name, nn.Parameter(tensor, requires_grad=False))
         return
+    tensor = slot.part(tensor)
+    if slot.name == "scale":
+        check_scales(stored[name].file, name, tensor)
     fresh = torch.empty(0, dtype=tensor.dtype, device=device)
     if (old.dtype, old.device) != (fresh.dtype, fresh.device):
         fresh = fresh.new_empty(old.shape)
         setattr(slot.module, slot.name, nn.Parameter(fresh, requires_grad=old.requires_grad))
-    slot.parameter.copy_(slot.part(tensor))
+    slot.parameter.copy_(tensor)
+
+
+def check_scales(file: Path, name: str, scales: Tensor) -> None:
+    """FileUnreadable where a scale is e8m0's NaN: decoded it is an infinity, of which the clamps between the products
+    of an expert make a number again. Rows of Engram's tables, which are not read here, have no clamp behind them."""
+    damaged = int((scales == NO_NUMBER).sum())
+    if damaged:
+        raise FileUnreadable(file, problem=f"{damaged} scale(s) of {name} are no numbers")
 
 
 def find_token_map(folder: Path, engram: Engram) -> tuple[Tensor | None, str]:

@@ -28,9 +28,11 @@ from v41.model_def.errors import (
     CheckpointFileError,
     CheckpointNotWritten,
     FileUnreadable,
+    LogitsAreNoNumbers,
     TokenizerOfAnother,
     TokenMapError,
 )
+from v41.model_def.generation import greedy
 from v41.model_def.linear import Fp8Linear
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.moe import MoE
@@ -347,6 +349,31 @@ def test_quantised_weights_stay_small(released: tuple[Path, dict[str, Tensor]]) 
     held, stored = (sum(t.nbytes for t in ts) for ts in (model.parameters(), tensors.values()))
     assert held == stored
     assert all(m.weight.dtype == torch.float8_e4m3fn for m in model.modules() if isinstance(m, Fp8Linear))
+
+
+@pytest.mark.parametrize("name", ["layers.2.ffn.experts.3.w1.scale", "layers.0.attn.wq_b.scale"])
+def test_a_scale_that_is_no_number_is_named(released: tuple[Path, dict[str, Tensor]], name: str) -> None:
+    """The clamp behind w1 would make 10 of the infinity that it decodes to."""
+    folder, tensors = released
+    tensors[name].view(torch.uint8)[5:7, 1] = 254
+    save_file(tensors, folder / WEIGHTS)
+    load_checkpoint(V41ForCausalLM(QUANTISED), folder)  # the largest scale that is one
+    tensors[name].view(torch.uint8)[5:7, 1] = 255
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(FileUnreadable, match=rf"2 scale\(s\) of {name} are no numbers") as caught:
+        load_checkpoint(V41ForCausalLM(QUANTISED), folder)
+    assert caught.value.where == folder / WEIGHTS
+
+
+@torch.no_grad()
+def test_a_row_of_a_table_whose_scale_is_no_number_is_seen(released: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, tensors = released
+    tensors["layers.0.engram.embed.scale"].view(torch.uint8)[:] = 255
+    save_file(tensors, folder / WEIGHTS)
+    model, cache = V41ForCausalLM.from_checkpoint(folder), Cache.zeros(QUANTISED, 1, 8)
+    logits = model(build_batch(QUANTISED, cache, [Chunk([1, 2, 3], 0, 0)]), cache)
+    with pytest.raises(LogitsAreNoNumbers):
+        greedy(logits)
 
 
 class Part(nn.Module):
