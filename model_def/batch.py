@@ -32,6 +32,8 @@ from v41.model_def.errors import (
     HitBeyondTokens,
     HitNotReplayable,
     LogprobsAfterHit,
+    LogprobsLeftOut,
+    NoSuchFollowing,
     NoSuchSlot,
     SlotUsedTwice,
     TokenOutOfVocabulary,
@@ -281,6 +283,10 @@ def check_chunks(config: V41Config, cache: Cache, chunks: Sequence[Chunk]) -> No
             raise HitNotReplayable(where, chunk=i, start=chunk.start, hit=chunk.hit, ratio=ratio, floor=floor)
         if chunk.hit and chunk.every_logit:
             raise LogprobsAfterHit(where, chunk=i, hit=chunk.hit)
+        if chunk.following < 0:
+            raise NoSuchFollowing(where, chunk=i, following=chunk.following)
+        if chunk.following and chunk.every_logit:
+            raise LogprobsLeftOut(where, chunk=i, following=chunk.following)
         used[chunk.slot] = i
 
 
@@ -323,8 +329,10 @@ def check_tokens(config: V41Config, chunks: Sequence[Chunk], tokens: Tensor, gro
 def lookback_ids(chunks: Sequence[Chunk], row: Tensor, group: Tensor, order: int) -> Tensor:
     """[rows, order] ids at p, p - 1, ...: real ones across a chunk's start, -1 before the first token and in pads."""
     before = order - 1
-    parts = [[NOWHERE] * max(before - chunk.start, 0) + list(chunk.ids[max(chunk.start - before, 0) : chunk.end])
-             for chunk in chunks]
+    parts = [
+        [NOWHERE] * max(before - chunk.start, 0) + list(chunk.ids[max(chunk.start - before, 0) : chunk.end])
+        for chunk in chunks
+    ]
     pads = [NOWHERE] * (before + int((group == len(chunks)).sum()))
     ids = torch.tensor([*chain(*parts), *pads], dtype=torch.int64)  # `before` more than its rows for each group
     return ids[(row + before * (group + 1)).unsqueeze(-1) - torch.arange(order)]

@@ -160,8 +160,8 @@ class CacheBeyondPositions(ModelError, ValueError):
 class RequestWithoutPrompt(ModelError, ValueError):
     """facts: prompt, known, length."""
 
-    found = "a request reads a prompt of {prompt} tokens, of {known} that it has, and is to be {length} long"
-    fix = "give a prompt of one token or more, within the tokens it has, and a length of at least so many"
+    found = "a request reads a prompt of {prompt!r} tokens, of {known} that it has, and is to be {length!r} long"
+    fix = "give a prompt of one token or more, within the tokens it has, and a length of at least so many, as integers"
 
 
 class RequestGivenTwice(ModelError, ValueError):
@@ -286,6 +286,20 @@ class LogprobsAfterHit(ModelError, ValueError):
 
     found = "chunk {chunk} asks for every row's logits after a prefix hit of {hit} tokens, whose rows do not all run"
     fix = "read such a request from its first token on, without a hit"
+
+
+class NoSuchFollowing(ModelError, ValueError):
+    """facts: chunk, following."""
+
+    found = "chunk {chunk} says that {following} rows follow it"
+    fix = "give following, how many rows the request's next chunk has, as 0 or more"
+
+
+class LogprobsLeftOut(ModelError, ValueError):
+    """facts: chunk, following."""
+
+    found = "chunk {chunk} asks for every row's logits, and of a chunk that {following} rows follow none are returned"
+    fix = "leave following at 0 where logits are asked for"
 
 
 class TokenOutOfVocabulary(ModelError, ValueError):

@@ -46,7 +46,8 @@ class Request:
     hit: int = field(default=0, init=False)  # so many came from another request
 
     def __post_init__(self) -> None:
-        if not 1 <= self.prompt <= len(self.ids) <= self.length:
+        counted = type(self.prompt) is int and type(self.length) is int
+        if not counted or not 1 <= self.prompt <= len(self.ids) <= self.length:
             facts = {"prompt": self.prompt, "known": len(self.ids), "length": self.length}
             raise RequestWithoutPrompt("Request", **facts)
 

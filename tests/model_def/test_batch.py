@@ -31,7 +31,9 @@ from v41.model_def.errors import (
     HitBeyondTokens,
     HitNotReplayable,
     LogprobsAfterHit,
+    LogprobsLeftOut,
     ModelError,
+    NoSuchFollowing,
     NoSuchSlot,
     SlotUsedTwice,
     TokenOutOfVocabulary,
@@ -199,6 +201,8 @@ REFUSALS: list[tuple[type[ModelError], list[Chunk], dict[str, Any], dict[str, ob
     (HitNotReplayable, [Chunk([1] * 30, 14, 0, hit=25)], {}, {"hit": 25, "ratio": 2}),
     (HitNotReplayable, [Chunk([1] * 30, 7, 0, hit=24)], {}, {"start": 7, "floor": 8}),
     (LogprobsAfterHit, [Chunk([1] * 30, 8, 0, hit=24, every_logit=True)], {}, {"chunk": 0, "hit": 24}),
+    (NoSuchFollowing, [Chunk([1], 0, 0, following=-1)], {}, {"chunk": 0, "following": -1}),
+    (LogprobsLeftOut, [Chunk([1], 0, 1), Chunk([1], 0, 0, every_logit=True, following=9)], {}, {"chunk": 1}),
 ]
 
 
@@ -216,7 +220,7 @@ def test_what_cannot_run_is_refused(
 MISTYPED: list[tuple[Any, str]] = [  # chunks, and what the error names
     (Chunk([1], 0, 0), "chunks"), (iter([Chunk([1], 0, 0)]), "chunks"), ([([1], 0, 0)], "a chunk"), ([None], "a chunk"),
     *(([Chunk([1, 2], **{"start": 0, "slot": 0, name: value})], name)  # type: ignore[arg-type]
-      for name in ("start", "slot", "stop", "hit") for value in (True, 1.0, "1", torch.tensor(1))),
+      for name in ("start", "slot", "stop", "hit", "following") for value in (True, 1.0, "1", torch.tensor(1))),
     ([Chunk([1], None, 0)], "start"), ([Chunk([1], 0, 0, every_logit=1)], "every_logit"),  # type: ignore[arg-type]
     *(([Chunk(ids, 0, 0)], "ids") for ids in (torch.tensor([1]), "12", b"12", {1, 2}, None)),  # type: ignore[arg-type]
     *(([Chunk([7, token], 0, 0)], "a token id")

@@ -263,7 +263,8 @@ def test_what_cannot_be_read_is_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Request.to_write([], 3), lambda: Request.forced([1, 2, 3], 9),
-                                  lambda: Request.forced([1, 2], 0), lambda: Request([1, 2], 1, 1)])  # fmt: skip
+                                  lambda: Request.forced([1, 2], 0), lambda: Request([1, 2], 1, 1),
+                                  lambda: Request([1, 2], True, 4), lambda: Request([1, 2], 1, 4.0)])  # fmt: skip
 def test_a_request_without_a_prompt_is_refused(make: Any) -> None:
     with pytest.raises(RequestWithoutPrompt, match="give a prompt of one token or more"):
         make()
