@@ -5,18 +5,15 @@
     kernel.launch(*tensors)         that one, in this process and in later ones; where none is kept, by reckoning
 
 Rows are tuned by bucket, the next power of two. A kernel gives the same bits with each of its candidates, so what is
-kept changes times alone; one without candidates is never tuned. One file a kernel, device and set of versions: a line
-with the SHA-256 of the rest, and JSON. One that is cut, changed or of other fields is a miss with a warning. Who writes
-reads again first and replaces the file whole, so of two processes that tune at once both leave a whole file, and at
-most the slower one's buckets.
+kept changes times alone; one without candidates is never tuned. One file a kernel, device and set of versions
+(kept.py); one of other fields is a miss with a warning, too. Who writes reads again first and replaces the file whole,
+so of two processes that tune at once both leave a whole file, and at most the slower one's buckets.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from v41.lowering.kept import TunedWarning, directory, entries, put, unusable
 from v41.lowering.measure import microseconds, sets_needed
 
 REPLAYS = 15
@@ -36,10 +34,6 @@ MOST_SETS = 32  # of inputs: rows that the kernel before has just written lie in
 MOST_BYTES = 1 << 30  # of inputs that are copied
 TUNING: ContextVar[bool] = ContextVar("v41_tuning", default=False)
 Measure = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], float]
-
-
-class TunedWarning(UserWarning):
-    """A file of tuned schedules is of no use, or nothing could be tuned; schedules are by reckoning instead."""
 
 
 class Tunable(Protocol):
@@ -142,17 +136,6 @@ def copied(value: Any) -> Any:
 # ---- on disk
 
 
-def directory() -> Path:
-    """Beside the compiled programs (v41/artifact_store.py): $V41_CACHE_DIR, else v41/ in $XDG_CACHE_HOME or ~/.cache.
-
-    With V41_CACHE_DIR=off schedules are neither read nor kept on disk."""
-    named = os.environ.get("V41_CACHE_DIR")
-    if named and named != "off":
-        return Path(named) / "schedules"
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "v41" / "schedules"
-
-
 def file_of(kernel: Tunable, device: torch.device) -> Path:
     """Named by everything that a time depends on: text, device, versions."""
     import triton  # type: ignore[import-untyped]
@@ -168,22 +151,7 @@ def read(path: Path, kernel: Tunable, device: torch.device) -> dict[int, Any]:
         return {int(most): made(entry["schedule"], kernel.candidates(int(most), device)[0])
                 for most, entry in entries(path).items()}  # fmt: skip
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        return _unusable(path, f"{type(error).__name__}: {error}")
-
-
-def entries(path: Path) -> dict[str, Any]:
-    """The JSON in `path`, empty where there is none or the sum does not hold."""
-    if os.environ.get("V41_CACHE_DIR") == "off":
-        return {}
-    try:
-        head, _, rest = path.read_text().partition("\n")
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        return _unusable(path, str(error))
-    if head != checksum(rest):
-        return _unusable(path, "its checksum does not hold")
-    return dict(json.loads(rest))
+        return unusable(path, f"{type(error).__name__}: {error}")
 
 
 def made(told: dict[str, Any], like: Any) -> Any:
@@ -195,25 +163,6 @@ def made(told: dict[str, Any], like: Any) -> Any:
 
 
 def write(path: Path, kernel: Tunable, device: torch.device, most: int, schedule: Any, us: float) -> None:
-    """Adds one bucket. A directory that cannot be written is a warning."""
-    if os.environ.get("V41_CACHE_DIR") == "off":
-        return
+    """Adds one bucket."""
     kept = entries(path) if read(path, kernel, device) else {}
-    kept[str(most)] = {"schedule": asdict(schedule), "us": round(us, 3)}
-    rest = json.dumps(kept, indent=1, sort_keys=True) + "\n"
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".writing", delete=False) as file:
-            file.write(f"{checksum(rest)}\n{rest}")
-        os.replace(file.name, path)
-    except OSError as error:
-        _unusable(path, str(error))
-
-
-def checksum(rest: str) -> str:
-    return hashlib.sha256(rest.encode()).hexdigest()
-
-
-def _unusable(path: Path, why: str) -> dict[Any, Any]:
-    warnings.warn(f"{path} is not used: {why}", TunedWarning, stacklevel=3)
-    return {}
+    put(path, kept | {str(most): {"schedule": asdict(schedule), "us": round(us, 3)}})

@@ -11,12 +11,13 @@ of the result by happens_before. Late cones take stream 1, early ones, which run
 for another kind.
 
 Whether it pays hangs on the number of rows: a hidden kernel costs its bytes all the same. So it is judged site by site
-and rung by rung, by what `measure` says, or by prediction where nothing measures: at a rung a plan has the sites that
-gain there, and no other. Rungs with the same sites share a plan.
+and rung by rung: by what whole steps `gained` with it, else by what `measure` says of its pieces alone, else by
+prediction. At a rung a plan has the sites that gain there, and no other. Rungs with the same sites share a plan.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ from v41.passes.side_work import Cone, find_cones, with_early
 from v41.passes.split_piece import Part, split_piece
 from v41.passes.synchronise import synchronise
 from v41.plan import Piece, Plan
-from v41.regions import Measure
+from v41.regions import Gained, Measure
 from v41.report import Decision, source_of
 
 STREAMS = {"late": 1, "early": 2}
@@ -38,15 +39,17 @@ STREAMS = {"late": 1, "early": 2}
 
 @dataclass(eq=False)
 class Site:
-    """A cone, and its times by rows in µs. own: of the cone; slack: of what runs beside it; predicted, measured: by how
-    much the caller's stream gets shorter, measured where that was possible."""
+    """A cone of `plan`, and its times by rows in µs. own: of the cone; slack: of what runs beside it. The others say by
+    how much the caller's stream gets shorter: predicted; alone: by what its pieces take alone, measured where they can;
+    in_steps: as whole steps were measured."""
 
     cone: Cone
-    sizes: dict[str, str]
+    plan: Plan = field(repr=False)
     own: dict[int, float] = field(default_factory=dict)
     slack: dict[int, float] = field(default_factory=dict)
     predicted: dict[int, float] = field(default_factory=dict)
-    measured: dict[int, float] = field(default_factory=dict)
+    alone: dict[int, float] = field(default_factory=dict)
+    in_steps: dict[int, float] = field(default_factory=dict)
 
     @cached_property
     def split(self) -> tuple[Piece, Piece | None, dict[str, str]]:
@@ -60,7 +63,7 @@ class Site:
             Part(cone.piece.name, cone.piece.border, cone.rest),
             Part(f"{cone.piece.name}_side", beside, cone.nodes),
         ]
-        pieces, specs = split_piece(cone.piece, cone.body, parts if late else parts[::-1], self.sizes)
+        pieces, specs = split_piece(cone.piece, cone.body, parts if late else parts[::-1], self.plan.sizes)
         rest, side = pieces if late else pieces[::-1]
         return replace(side, stream=stream), rest, specs
 
@@ -73,12 +76,34 @@ class Site:
         return self.split[1]
 
     @property
+    def beside(self) -> Sequence[Piece]:
+        """What runs while it may."""
+        return self.plan.pieces[self.cone.ready + 1 : self.cone.reader]
+
+    @cached_property
+    def key(self) -> str:
+        """The same for equal work of equal pieces beside equal ones, in every process."""
+        cone, nodes = self.cone, set(self.cone.nodes)
+        moved = [at for at, node in enumerate(cone.body.graph.nodes) if node in nodes]
+        told = f"{cone.kind} {cone.piece.key} {moved} {[piece.key for piece in self.beside]}"
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    @property
+    def measured(self) -> dict[int, float]:
+        return self.alone | self.in_steps
+
+    @property
     def gain(self) -> dict[int, float]:
         """By rows, what it is judged by: a measurement is better."""
         return self.predicted | self.measured
 
     def pays_at(self, rows: int) -> bool:
         return self.gain[rows] > 0 and self.own[rows] <= self.slack[rows]
+
+    def disappoints_at(self, rows: int) -> bool:
+        """Whether a measurement says that it loses where less was known that says it gains."""
+        hoped = max(self.predicted[rows], self.alone.get(rows, 0.0)) > 0 and self.own[rows] <= self.slack[rows]
+        return hoped and self.gain[rows] <= 0
 
 
 def is_not_capturable(site: Site) -> Node | None:
@@ -89,6 +114,11 @@ def outlasts_its_slack(site: Site) -> Node | None:
     return site.cone.anchor if all(own > site.slack[rows] for rows, own in site.own.items()) else None
 
 
+def is_measured_to_lose(site: Site) -> Node | None:
+    lost = any(map(site.disappoints_at, site.gain)) and not any(map(site.pays_at, site.gain))
+    return site.cone.anchor if lost else None
+
+
 def gains_nothing(site: Site) -> Node | None:
     return site.cone.anchor if not any(map(site.pays_at, site.gain)) else None
 
@@ -96,21 +126,23 @@ def gains_nothing(site: Site) -> Node | None:
 RULES: tuple[tuple[str, Callable[[Site], Node | None]], ...] = (  # in order: each may rely on those above
     ("its piece can be captured", is_not_capturable),
     ("what runs beside it takes longer than it does", outlasts_its_slack),
+    ("it gains where it was measured on this GPU", is_measured_to_lose),
     ("it spares more than fork and join cost", gains_nothing),
 )
 
 
-def assign_streams(plan: Plan, rungs: Sequence[int], measure: Measure | None = None) -> tuple[Plan, list[Decision]]:
+def assign_streams(
+    plan: Plan, rungs: Sequence[int], measure: Measure | None = None, gained: Gained | None = None
+) -> tuple[Plan, list[Decision]]:
     """`plan` with its legal cones on side streams, and a decision for each cone. No cone, and it is `plan` itself.
 
     rungs: numbers of rows that a captured step may have. The plan that comes out says at which of them it pays; one for
     rungs where other cones pay is its `overlapped`, and so on.
     """
     times = Times(plan.sizes)
-    sites = [Site(cone, plan.sizes) for cone in find_cones(PlanFacts(plan))]
     legal, decisions = list[Site](), list[Decision]()
-    for site in sites:
-        _time(site, plan, rungs, times, measure)
+    for site in sites_of(plan):
+        _time(site, rungs, times, measure, gained)
         broken = next(((rule, node) for rule, find in RULES if (node := find(site)) is not None), None)
         decisions.append(_decision(site, broken))
         legal += [site] if broken is None else []
@@ -120,8 +152,13 @@ def assign_streams(plan: Plan, rungs: Sequence[int], measure: Measure | None = N
             rungs_of.setdefault(chosen, []).append(rows)
     made: Plan | None = None
     for chosen, pays in reversed(rungs_of.items()):
-        made = replace(_with_sides(plan, chosen), pays_at=tuple(pays), overlapped=made)
+        made = replace(with_sides(plan, chosen), pays_at=tuple(pays), overlapped=made)
     return made or plan, decisions
+
+
+def sites_of(plan: Plan) -> list[Site]:
+    """All cones of `plan`, not judged."""
+    return [Site(cone, plan) for cone in find_cones(PlanFacts(plan))]
 
 
 def _chosen(sites: Sequence[Site], rows: int) -> tuple[Site, ...]:
@@ -134,18 +171,19 @@ def _chosen(sites: Sequence[Site], rows: int) -> tuple[Site, ...]:
     return tuple(kept.values())
 
 
-def _time(site: Site, plan: Plan, rungs: Sequence[int], times: Times, measure: Measure | None) -> None:
+def _time(site: Site, rungs: Sequence[int], times: Times, measure: Measure | None, gained: Gained | None) -> None:
     """Fills in the times of `site`: measured where that is possible, the cone's with those of what it comes from."""
     cone = site.cone
-    beside = plan.pieces[cone.ready + 1 : cone.reader]
     of_cone, of_piece, of_rest = times.work(cone.nodes), times.piece(cone.piece), times.work(cone.rest)
     for rows in rungs:
-        site.slack[rows] = sum(_us(piece, rows, times, measure) for piece in beside)
+        site.slack[rows] = sum(_us(piece, rows, times, measure) for piece in site.beside)
         site.own[rows] = of_cone.us(rows)
         site.predicted[rows] = of_piece.us(rows) - of_rest.us(rows) - times.machine.join_us
         if measured := _measured([site.side, cone.piece, *([site.rest] if site.rest else [])], rows, measure):
             site.own[rows], before, *after = measured
-            site.measured[rows] = before - sum(after) - times.machine.join_us
+            site.alone[rows] = before - sum(after) - times.machine.join_us
+        if gained is not None and (us := gained(site.key, rows)) is not None:
+            site.in_steps[rows] = us
 
 
 def _measured(pieces: Sequence[Piece], rows: int, measure: Measure | None) -> list[float]:
@@ -173,7 +211,7 @@ def _decision(site: Site, broken: tuple[str, Node] | None) -> Decision:
     return Decision(False, name, source, rule, node.name, culprit_source=source_of(node), times=told)
 
 
-def _with_sides(plan: Plan, sites: Sequence[Site]) -> Plan:
+def with_sides(plan: Plan, sites: Sequence[Site]) -> Plan:
     """`plan` with `sites`, of each piece one at most, on their streams."""
     early: dict[int, list[Piece]] = {}
     kept: dict[int, list[Piece]] = {}

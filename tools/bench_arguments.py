@@ -163,7 +163,9 @@ def add_overlap(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
     command.add_argument("--context", type=positive, default=4096, metavar="N", help="tokens of each request (4096)")
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how pieces run (auto)")
-    command.add_argument("--stress", type=positive, metavar="N", help="then decode so many steps, streams delayed")
+    way = command.add_mutually_exclusive_group()
+    way.add_argument("--stress", type=positive, metavar="N", help="then decode so many steps, streams delayed")
+    way.add_argument("--sites", action="store_true", help="measure and keep what each site gains in whole steps")
     command.add_argument("--budget", type=float, default=440, help="seconds; stress takes what is left of them (440)")
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: bits alone, in order (cuda)")
 

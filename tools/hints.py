@@ -106,6 +106,8 @@ HINTS = {
         "look up by token ids alone, in tables that no step writes",
     "its piece can be captured": "keep tables on the device: what asks the host is in no graph",
     "what runs beside it takes longer than it does": "nothing to change: there is too little beside it to hide it",
+    "it gains where it was measured on this GPU":
+        "nothing to change: steps were longer with it; `v41 bench overlap --sites` measures it again",
     "it spares more than fork and join cost": "nothing to change: the split piece takes as long as the whole one",
 }
 GENERAL = "change the line at fault so that the rule holds; meanwhile these nodes run as they are: right, only slower"

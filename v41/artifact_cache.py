@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from v41._compat_cache import NotStorable, Wrapper, guards_hold, recorded, torch_caches_are_off, wrapped
 from v41.artifact_key import SOURCES, Key, key_of, sources
 from v41.artifact_store import ArtifactStore, Miss, open_store
+from v41.gains import digest_of
 from v41.options import Options
 from v41.plan import Plan
 from v41.report import CompileReport, programs_wanted
@@ -124,6 +125,8 @@ def open_cache(
     start = time.perf_counter()
     try:
         asked = {name: value for name, value in asdict(options).items() if name not in AT_RUN_TIME}
+        if options.overlap != "off":
+            asked["overlap"] = f"{options.overlap}, gains {digest_of(where)}"
         key = key_of(gm, options=asked, passes=passes, device=where)
     except NotStorable as error:
         return ArtifactCache(f"off: {error}")

@@ -38,7 +38,7 @@ from v41.lowering.grouped_products import MEAN
 from v41.lowering.tuned import Tuning
 from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
-from v41.overlap import lanes_of, overlapped, pays_told, wanted
+from v41.overlap import lanes_of, overlapped, sites_told, wanted
 from v41.passes.analysis.collectives import spoken
 from v41.passes.changes import mark
 from v41.passes.check_plan import check_plan
@@ -171,10 +171,10 @@ def build(
                 artifacts[key] = artifact(body, ["side work"], order, report, ranges)
             return artifacts[key]
 
-        plan, run = overlapped(in_buckets(plan, options.buckets or {}), device, compiled, strict=options.strict)
+        bucketed = in_buckets(plan, options.buckets or {})
+        plan, run = overlapped(bucketed, device, compiled, order[0], strict=options.strict)
         report.passes.append(run)
-        told = f"{run.applied} of {len(run.decisions)} sites, at {pays_told(plan)} rows"
-        who = f"{who}; {told if run.failure is None else f'assign_streams failed: {run.failure.splitlines()[0]}'}"
+        who = f"{who}; {sites_told(run, plan)}"
     report.options["overlap"] = ("on" if plan.overlapped else "off", who)
     narrowed = sum(getattr(made, "narrowed", 0) for made in artifacts.values())
     if narrowed:

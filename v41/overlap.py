@@ -5,7 +5,7 @@
 
 Whether it pays is measured here where there is a GPU: each kind of piece alone, whole and without its side work, at
 powers of two of rows. Between those the upper one counts. What cannot be run alone (its inputs are places in caches) is
-judged by prediction.
+judged by prediction. What whole steps gained (gains.py), where `v41 bench overlap --sites` has run, counts before both.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from v41._compat import outside_of_tracing
+from v41.gains import gained_on
 from v41.lowering.measure import microseconds
 from v41.model_def.buckets import Buckets, round_up
 from v41.options import Options
 from v41.passes.analysis.collectives import spoken
 from v41.passes.analysis.sizes import symbols_in
+from v41.passes.analysis.times import Machine
 from v41.passes.assign_streams import assign_streams
 from v41.passes.plan_passes import run_plan_pass
 from v41.passes.same_values import random_like
@@ -60,15 +62,20 @@ def lanes_of(device: torch.device) -> LanesOf | None:
     return lambda plan: CudaLanes(device, max(piece.stream for piece in plan.pieces), events_of(plan))
 
 
-def overlapped(plan: Plan, device: torch.device, compiled: Compile, *, strict: bool) -> tuple[Plan, PassRun]:
+def overlapped(
+    plan: Plan, device: torch.device, compiled: Compile, codegen: str, *, strict: bool
+) -> tuple[Plan, PassRun]:
     """`plan`, which has buckets, with others beside it that have side streams, where that pays at all; and what
     assign_streams did.
 
-    strict: where assign_streams fails its error is raised, else the report has it."""
+    codegen: how pieces run. strict: where assign_streams fails its error is raised, else the report has it."""
     most = Buckets().whole[ROWS]
     ladder = [rows for rows in plan.buckets.get(ROWS, ()) if rows <= most]
     measure = measure_of(plan.sizes, device, compiled) if device.type == "cuda" else None
-    made, run = run_plan_pass("assign_streams", lambda plan: assign_streams(plan, RUNGS, measure), plan, strict=strict)
+    gained = gained_on(device, codegen)
+    made, run = run_plan_pass(
+        "assign_streams", lambda plan: assign_streams(plan, RUNGS, measure, gained), plan, strict=strict
+    )
     sides: Plan | None = None
     for each in reversed((made, *made.sides)):
         pays = tuple(rows for rows in ladder if round_up(rows, RUNGS) in each.pays_at)
@@ -109,6 +116,15 @@ def runs_alone(body: GraphModule, sizes: Mapping[str, str]) -> bool:
     values = [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")]
     floats = all(value.dtype.is_floating_point for value in values if isinstance(value, Tensor))
     return floats and {sizes.get(symbol) for value in values for symbol in symbols_in(value)} <= {ROWS}
+
+
+def sites_told(run: PassRun, plan: Plan) -> str:
+    """What became of the sites of assign_streams, in the report's line on side streams."""
+    if run.failure is not None:
+        return f"assign_streams failed: {run.failure.splitlines()[0]}"
+    measured = sum(bool(each.times and each.times["measured gain"]) for each in run.decisions)
+    how = f"{measured} measured, else as predicted for {Machine().name}"
+    return f"{run.applied} of {len(run.decisions)} sites ({how}), at {pays_told(plan)} rows"
 
 
 def pays_told(plan: Plan) -> str:

@@ -69,6 +69,13 @@ class Measure(Protocol):
         """µs of a piece with this body at so many rows, alone; None where it cannot be run on its own."""
 
 
+class Gained(Protocol):
+    """Knows what side work gained in whole steps, where it will run."""
+
+    def __call__(self, site: str, rows: int) -> float | None:
+        """µs by which a step of so many rows got shorter by the side work of this key; None where nobody measured."""
+
+
 class NotOutlinable(AssertionError):
     """Our bug: a pass asked for a set of nodes that is not convex, or that effects would have to cross."""
 

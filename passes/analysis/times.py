@@ -5,7 +5,7 @@
 A region is one kernel, whose reductions and products wait for each other; elsewhere each is a kernel of its own, and
 all elementwise nodes together are one, that moves what comes in and what goes out. Sizes other than rows count as 1, so
 a time is rather short: work that is to hide behind it has room. The machine's figures are those of an H200 inside a
-CUDA graph (design targets, measured).
+CUDA graph (design targets, measured), whichever GPU is at hand.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, tor
 
 @dataclass(frozen=True)
 class Machine:
+    name: str = "H200"
     bytes_us: float = 4.2e6  # what a copy moves in a µs
     launch_us: float = 2.5  # from the end of one kernel to that of a next one that does nothing
     stage_us: float = 0.1  # a reduction over a row that waits for another in its kernel

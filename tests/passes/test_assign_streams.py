@@ -325,23 +325,26 @@ def inputs_of(plan: Plan, rows: int) -> list[Any]:
     return [(values | static)[plan.values[name]] for name in plan.inputs]
 
 
-def flawed(rule: str) -> tuple[Plan, Any]:
-    """A plan and a Measure for which a cone breaks this rule alone."""
+def flawed(rule: str) -> tuple[Plan, Any, Any]:
+    """A plan, a Measure and a Gained for which a cone breaks this rule alone."""
     _, plan = compiled(*LATE)
     if "captured" in rule:
         first, *others = plan.pieces
-        return replace(plan, pieces=(replace(first, uncapturable="it asks the host"), *others)), by_nodes
+        return replace(plan, pieces=(replace(first, uncapturable="it asks the host"), *others)), by_nodes, None
     if "takes longer" in rule:
-        return plan, lambda body, rows: 100.0 if any("mm" in str(node.target) for node in body.graph.nodes) else 1.0
-    return plan, lambda body, rows: 5.0
+        slow = lambda body, rows: 100.0 if any("mm" in str(node.target) for node in body.graph.nodes) else 1.0
+        return plan, slow, None
+    if "was measured" in rule:
+        return plan, by_nodes, lambda site, rows: -0.1
+    return plan, lambda body, rows: 5.0, None
 
 
 FLAWS = tuple(rule for rule, _ in RULES)
 
 
 def decided(rule: str) -> list[Decision]:
-    plan, measure = flawed(rule)
-    return assign_streams(plan, RUNGS, measure)[1]
+    plan, measure, gained = flawed(rule)
+    return assign_streams(plan, RUNGS, measure, gained)[1]
 
 
 @pytest.mark.parametrize("rule", FLAWS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +20,19 @@ from tests.strategies.mhc import Stack
 from tests.strategies.plans import plan
 from v41 import backend, overlap
 from v41.errors import InvalidOptionValue
+from v41.gains import file_of, keep
+from v41.lowering.kept import TunedWarning
 from v41.options import parse
-from v41.passes.assign_streams import assign_streams
+from v41.passes.assign_streams import assign_streams, sites_of
 from v41.passes.side_work import HALVES
 from v41.plan import Plan
 from v41.regions import region_of, regions
-from v41.report import CompileReport
+from v41.report import CompileReport, Decision
 from v41.runtime.executor import LanesOf, events_of
+from v41.tools.why_not import judged, lines
 
 STACK = Stack(sites=1, iters=1)
+JUDGED = "measured, else as predicted for H200"
 
 
 class Calls(list[str]):
@@ -61,8 +66,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     def lanes_of(device: torch.device) -> LanesOf:
         return made.of
 
-    def measured(plan: Plan, rungs: Any, measure: Any) -> Any:
-        return assign_streams(plan, rungs, lambda body, rows: by_kind(body, rows) if rows <= 8 else 9.0)
+    def measured(plan: Plan, rungs: Any, measure: Any, gained: Any) -> Any:
+        return assign_streams(plan, rungs, lambda body, rows: by_kind(body, rows) if rows <= 8 else 9.0, gained)
 
     for owner in (backend, overlap):
         monkeypatch.setattr(owner, "lanes_of", lanes_of)
@@ -101,7 +106,7 @@ def test_a_captured_step_switches_streams_where_it_pays(calls: Calls, graphs: li
     fast, weights, (report,) = compiled(overlap="on")
     assert report.plan is not None and report.plan.overlapped is not None
     assert report.plan.overlapped.pays_at == (1, 2, 4, 8)
-    assert report.options["overlap"] == ("on", "options; 1 of 1 sites, at 1 to 8 rows")
+    assert report.options["overlap"] == ("on", f"options; 1 of 1 sites (1 {JUDGED}), at 1 to 8 rows")
     assert report.passes[-1].name == "assign_streams" and report.passes[-1].applied == 1
     calls.clear()
     check_bits(fast, weights, 8)  # warms up
@@ -128,7 +133,7 @@ def test_an_uncaptured_step_switches_streams_where_asked(calls: Calls) -> None:
 def test_each_rung_has_the_plan_of_its_sites(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two boundaries the first is measured to lose beyond 2 rows; beyond 8 no plan is used."""
 
-    def assigned(plan: Plan, rungs: Any, measure: Any) -> Any:
+    def assigned(plan: Plan, rungs: Any, measure: Any, gained: Any) -> Any:
         sites = [p.body for p in plan.pieces if any(region_of(call).kind in US for call in regions(p.body))]
 
         def measured(body: GraphModule, rows: int) -> float:
@@ -142,11 +147,79 @@ def test_each_rung_has_the_plan_of_its_sites(calls: Calls, monkeypatch: pytest.M
     fast, weights, (report,) = compiled(two, overlap="on", capture="off", buckets=own)
     assert report.plan is not None
     assert [each.pays_at for each in report.plan.sides] == [(1, 2), (4, 6)]
-    assert report.options["overlap"] == ("on", "options; 2 of 2 sites, at 1 to 6 rows")
+    assert report.options["overlap"] == ("on", f"options; 2 of 2 sites (2 {JUDGED}), at 1 to 6 rows")
     for rows, switches in ((1, 2), (2, 2), (3, 1), (6, 1), (7, 0), (20, 0), (21, 0)):
         calls.clear()
         check_bits(fast, weights, rows, two)
         assert calls.count("switch 1") == switches, rows
+
+
+CPU = torch.device("cpu")
+LOST = "it gains where it was measured on this GPU"
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("V41_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def site_of(report: CompileReport) -> str:
+    assert report.plan is not None
+    (site,) = sites_of(report.plan)
+    return site.key
+
+
+def decision_of(report: CompileReport) -> Decision:
+    assert report.passes[-1].name == "assign_streams"
+    (decision,) = report.passes[-1].decisions
+    return decision
+
+
+def again(**options: Any) -> CompileReport:
+    torch.compiler.reset()
+    return compiled(overlap="on", capture="off", **options)[2][0]
+
+
+def test_a_site_that_lost_in_steps_is_off_at_these_rows_from_the_next_compile_on(calls: Calls, folder: Path) -> None:
+    site = site_of(first := again())
+    assert first.plan is not None and first.plan.sides[0].pays_at == (1, 2, 4, 8)
+    keep(CPU, "eager", 2, {site: -1.0})
+    keep(CPU, "eager", 4, {site: 2.5, "another": -1.0})
+    keep(CPU, "inductor", 8, {site: -1.0})
+    second = again()
+    assert second.plan is not None and second.plan.sides[0].pays_at == (1, 4, 8)
+    decision = decision_of(second)
+    assert decision.applied and decision.times is not None
+    assert {rows: decision.times["measured gain"][rows] for rows in (2, 4)} == {2: -1.0, 4: 2.5}
+    assert decision.times["predicted gain"].keys() == set(overlap.RUNGS)
+
+
+def test_a_site_that_lost_at_all_rows_is_refused_and_told_so(calls: Calls, folder: Path) -> None:
+    site = site_of(again())
+    for rows in overlap.RUNGS:
+        keep(CPU, "eager", rows, {site: -1.0})
+    report = again()
+    assert report.plan is not None and report.plan.sides == ()
+    assert report.options["overlap"] == ("off", f"options; 0 of 1 sites (1 {JUDGED}), at no rows")
+    assert decision_of(report).rule == LOST
+    told = list(lines(report.passes[-1], judged(report.passes[-1], None)))
+    assert told[0].endswith(f'is refused by assign_streams: "{LOST}"') and "v41 bench overlap --sites" in told[-1]
+    file_of(CPU).write_text("damaged")
+    with pytest.warns(TunedWarning, match="is not used: its checksum does not hold"):
+        assert decision_of(again()).applied
+
+
+def test_a_stored_program_is_that_of_what_is_kept(calls: Calls, folder: Path) -> None:
+    """Else a process that has the program on disk would never hear what was measured since."""
+    site = site_of(first := again(cache=True))
+    assert first.cache.startswith("miss") and again(cache=True).cache.startswith("hit")
+    for rows in overlap.RUNGS:
+        keep(CPU, "eager", rows, {site: -1.0})
+    second = again(cache=True)
+    assert second.cache.startswith("miss") and "overlap" in second.cache and decision_of(second).rule == LOST
+    assert again(cache=True).cache.startswith("hit")
+    assert again(cache=True).options["overlap"][0] == "off"
 
 
 def test_a_failure_is_told_where_side_streams_are(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@
 Each captured (graph replays), one and side uncaptured as well; of their graphs the structure. gain_us: what side takes
 less than one; a boundary is an mHC boundary whose coefficients left the path. --stress decodes on and on beside one
 stream, with spin kernels on either stream (overlap_stress.py): so many steps of each case, or as many as its share of
-the time allows. side is measured at all rows, on says where it is used. The JSON is written after every record. The
+the time allows; --sites measures each site by itself instead and keeps what it gains, which the compiler then obeys
+(overlap_sites.py). side is measured at all rows, on says where it is used. The JSON is written after every record. The
 last lines say what holds and what does not; exits with 1 where a bit differs, a step is slower where side streams are
 on, or nothing was shown. --device cpu: all but streams, graphs and times.
 """
@@ -37,7 +38,7 @@ from v41.regions import region_of, regions
 from v41.report import CompileReport
 from v41.runtime.capture import CudaGraphs
 from v41.runtime.streams import CudaLanes
-from v41.tools.bench import timing
+from v41.tools.bench import overlap_sites, timing
 from v41.tools.bench.overlap_stress import lanes_for, same, stressed
 from v41.tools.bench.program import times
 from v41.tools.bench.program_cases import Case, cut, prepare
@@ -64,6 +65,8 @@ def bench_command(arguments: Namespace) -> int:
         "model": f"preset {arguments.preset}{', cut' if arguments.cut else ''}", "rows": arguments.rows,
         "asked": {"stress": arguments.stress, "budget": arguments.budget}, "records": [], "stress": [], "left_out": [],
     }  # fmt: skip
+    if arguments.sites:
+        return sites_command(model, arguments, result, started)
     run(model, arguments, result, started)
     console = Console(width=160)
     console.print(sites_table(result.get("sites", ())))
@@ -71,6 +74,15 @@ def bench_command(arguments: Namespace) -> int:
     for record in [each for each in result["records"] if "side_graph" in each][:1]:
         console.print(f"graph of {record['rows']} rows:", shape_table(GraphShape.of(record["side_graph"])), sep="\n")
     print("\n".join(told := verdict(result)))
+    print(f"written to {timing.save(result, arguments.out)}")
+    return 0 if told[-1].startswith("all holds") else 1
+
+
+def sites_command(model: V41ForCausalLM, arguments: Namespace, result: Record, started: float) -> int:
+    """With --sites."""
+    overlap_sites.run(model, arguments, result, started)
+    Console(width=160).print(overlap_sites.overview(result["records"]))
+    print("\n".join(told := overlap_sites.verdict(result)))
     print(f"written to {timing.save(result, arguments.out)}")
     return 0 if told[-1].startswith("all holds") else 1
 

@@ -1,0 +1,90 @@
+"""assign_streams by measurement: what steps gained with a site decides, site by site and rung by rung, and is told."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from tests.passes.test_assign_streams import EARLY, LATE, RUNGS, TWICE, check_streams, compiled, streams_of
+from tests.strategies.side_work import by_nodes, planned, program
+from v41.passes.assign_streams import assign_streams, sites_of
+
+LOST = "it gains where it was measured on this GPU"
+
+
+def alike(body: GraphModule, rows: int) -> float:
+    """A Measure for which nothing is spared by what is hidden."""
+    return 5.0
+
+
+def test_what_whole_steps_gained_counts_before_all_else() -> None:
+    """By its pieces alone the first site pays at both; in steps of 4 rows it lost, so there it is off."""
+    gm, plan = compiled(*TWICE)
+    first, *others = sites_of(plan)
+    asked: list[tuple[str, int]] = []
+
+    def gained(site: str, rows: int) -> float | None:
+        asked.append((site, rows))
+        return {1: 0.5, 4: -2.0}[rows] if site == first.key else None
+
+    made, decisions = assign_streams(plan, RUNGS, by_nodes, gained)
+    assert set(asked) == {(site.key, rows) for site in (first, *others) for rows in RUNGS}
+    whole, fewer = made, made.overlapped
+    assert fewer is not None and (whole.pays_at, fewer.pays_at) == ((1,), (4,))
+    assert {*streams_of(whole)} - {*streams_of(fewer)} == {"piece_0_side@1"} and streams_of(fewer)
+    told = decisions[0].times
+    assert told is not None and told["measured gain"] == told["gain"] == {1: 0.5, 4: -2.0}
+    assert decisions[0].applied and told["predicted gain"].keys() == told["own"].keys() == told["slack"].keys() == {
+        1,
+        4,
+    }
+    check_streams(gm, plan, made)
+
+
+def test_what_whole_steps_gained_may_turn_a_site_on() -> None:
+    """By prediction it costs more than it spares; at the rung where steps got shorter it is on all the same."""
+    gm, plan = compiled(*LATE)
+    (site,) = sites_of(plan)
+    made, (decision,) = assign_streams(plan, RUNGS, alike, lambda key, rows: 0.5 if rows == 4 else None)
+    assert made.pays_at == (4,) and decision.applied and decision.times is not None
+    assert decision.times["gain"][1] < 0 < decision.times["gain"][4] and site.key
+    check_streams(gm, plan, made)
+
+
+def test_a_sites_key_tells_its_work_and_what_runs_beside_it() -> None:
+    """Of equal programs the keys are equal; with more beside it, or another cone, a site has another."""
+    keys = {name: [site.key for site in sites_of(planned(program(steps)))] for name, steps in {
+        "as it is": LATE,
+        "again": LATE,
+        "more beside it": [*LATE[:3], "seam", *LATE[3:]],
+        "more behind it": [*LATE, "seam"],
+        "early": EARLY,
+    }.items()}  # fmt: skip
+    assert all(len(each) == 1 for each in keys.values())
+    assert keys["as it is"] == keys["again"] == keys["more behind it"]
+    assert len({keys[name][0] for name in ("as it is", "more beside it", "early")}) == 3
+
+
+def test_a_site_that_lost_in_steps_of_all_sizes_is_refused_for_that_reason() -> None:
+    _, plan = compiled(*LATE)
+    made, (decision,) = assign_streams(plan, RUNGS, by_nodes, lambda site, rows: -0.1)
+    assert made is plan and (decision.applied, decision.rule) == (False, LOST)
+    assert decision.times is not None and decision.times["measured gain"] == {1: -0.1, 4: -0.1}
+    assert assign_streams(plan, RUNGS, by_nodes, lambda site, rows: 0.0)[1][0].rule == LOST
+
+
+def test_a_site_whose_pieces_lose_alone_is_refused_for_that_reason_where_prediction_hoped() -> None:
+    """Two products are predicted to be worth it; the split piece is measured to take no less."""
+    _, plan = compiled("keep", "keep", "seam", "seam", "seam", "seam", "use", "use", "seam")
+    (hoped,) = assign_streams(plan, RUNGS)[1]
+    assert hoped.applied and hoped.times is not None and all(us > 0 for us in hoped.times["predicted gain"].values())
+    (decision,) = assign_streams(plan, RUNGS, alike)[1]
+    assert (decision.applied, decision.rule) == (False, LOST)
+
+
+def test_a_site_that_lost_at_some_rungs_and_cannot_gain_at_others_is_refused_as_measured() -> None:
+    _, plan = compiled(*LATE)
+    lost = lambda site, rows: -1.0 if rows == 4 else None
+    (decision,) = assign_streams(plan, RUNGS, lambda body, rows: by_nodes(body, rows) if rows == 4 else 5.0, lost)[1]
+    assert decision.rule == LOST
+    (never,) = assign_streams(plan, RUNGS, alike, lost)[1]
+    assert never.rule != LOST  # nothing ever said that it gains

@@ -1,0 +1,217 @@
+"""bench overlap --sites: each kind of site alone against the plan without, kept for the compiler, which obeys."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu_graphs import CpuGraphs
+from tests.tools.test_bench_overlap import DRY, dry
+from v41.gains import IGNORED, gained_on
+from v41.passes.assign_streams import assign_streams
+from v41.passes.plan_passes import run_plan_pass
+from v41.report import CompileReport
+from v41.tools.bench import overlap_sites
+from v41.tools.bench.overlap_sites import (
+    captured,
+    compared,
+    in_turn,
+    kinds_of,
+    measured,
+    overview,
+    run,
+    verdict,
+    with_kind,
+)
+from v41.tools.cli import main, parser
+from v41.tools.planned_step import PlannedStep
+
+GPU = torch.device("cuda")
+ROWS = [1, 4]
+
+
+def step_and_report() -> tuple[PlannedStep, CompileReport]:
+    """The step of the dry run and what assign_streams says of it."""
+    step = dry()[2]
+    alone = step.alone(step.plan)
+    report = CompileReport(options={"codegen": ("triton", "test")})
+    report.passes.append(run_plan_pass("assign_streams", lambda plan: assign_streams(plan, ROWS), alone)[1])
+    return step, report
+
+
+def arguments_for(tmp_path: Path, **changes: Any) -> Namespace:
+    arguments = parser().parse_args([*DRY[:-2], "--sites"])
+    return Namespace(**vars(arguments) | {"out": tmp_path / "sites.json"} | changes)
+
+
+def new_result() -> dict[str, Any]:
+    return {"case": "overlap", "date": "-", "records": [], "stress": [], "left_out": []}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs the command as on a GPU, where a step takes 100 µs, and each site of a plan makes it so much shorter."""
+    monkeypatch.setenv("V41_CACHE_DIR", str(tmp_path))
+    step, report = step_and_report()
+    asked: list[bool] = []
+
+    def stepped(*_: Any) -> tuple[PlannedStep, CompileReport]:
+        asked.append(IGNORED.get())
+        return replace(step, device=GPU), report
+
+    def made(gain: float, **changes: Any) -> dict[str, Any]:
+        def replayed(one: int, other: int) -> list[tuple[float, float]]:
+            assert one == 0 and other > 0
+            return [(100.0, 100.0 - gain * other), (500.0, 100.0), (101.0, 101.0 - gain * other)]
+
+        monkeypatch.setattr(overlap_sites, "step_of", stepped)
+        monkeypatch.setattr(overlap_sites, "captured", lambda step, plan, case, lanes=None: sides_in(plan))
+        monkeypatch.setattr(overlap_sites, "in_turn", replayed)
+        result, arguments = new_result(), arguments_for(tmp_path, **changes)
+        run(dry()[0], arguments, result, started=overlap_sites.time.perf_counter())
+        assert asked == [True] * len(asked)
+        return result
+
+    return made
+
+
+def sides_in(plan: Any) -> int:
+    """Pieces on side streams of the plan itself; its own `overlapped` counts for nothing."""
+    return sum(piece.stream > 0 for piece in plan.pieces)
+
+
+def test_on_a_cpu_each_kind_of_site_gives_the_bits_of_one_stream() -> None:
+    _, cases, _, _ = dry()
+    step, report = step_and_report()
+    kinds = kinds_of(step, report)
+    assert kinds and all(sides_in(with_kind(step, kind)) == len(kind.sites) for kind in kinds)
+    with torch.no_grad():
+        assert all(compared(step, kind, case) == {"same_bits": True} for kind in kinds for case in cases)
+
+
+def test_sites_of_a_kind_are_measured_together_and_what_has_no_artifact_is_left_out() -> None:
+    step, report = step_and_report()
+    kinds = kinds_of(step, report)
+    applied = {decision.node for decision in report.passes[-1].decisions if decision.applied}
+    named = {
+        f"{site.cone.piece.name}_side" if site.cone.rest else site.cone.piece.name
+        for kind in kinds
+        for site in kind.sites
+    }
+    assert applied <= named and len({kind.key for kind in kinds}) == len(kinds)
+    assert all(site.key == kind.key for kind in kinds for site in kind.sites)
+    assert kinds_of(replace(step, artifacts={}), report) == []
+    asks = tuple(replace(piece, uncapturable="it asks the host") for piece in step.plan.pieces)
+    assert kinds_of(replace(step, plan=replace(step.plan, pieces=asks)), report) == []
+
+
+def test_what_steps_gain_is_kept_and_the_compiler_obeys(gpu: Any) -> None:
+    step, report = step_and_report()
+    gains = gained_on(GPU, "triton")
+    sites = [site for kind in kinds_of(step, report) for site in kind.sites]
+    assert [gains(site.key, rows) for site in sites for rows in ROWS] == [None] * len(sites) * len(ROWS)
+    result = gpu(2.0)
+    assert {record["gain_us"] for record in result["records"]} == {2.0} and result["codegen"] == "triton"
+    assert all(record["one_us"] == 101.0 and record["predicted_us"] is not None for record in result["records"])
+    known = gained_on(GPU, "triton")
+    assert {known(site.key, rows) for site in sites for rows in ROWS} == {2.0}
+    assert verdict(result) == [f"all holds: {len(result['records'])} gains are kept"]
+    lost = gpu(-1.5)
+    assert {record["gain_us"] for record in lost["records"]} == {-1.5}
+    made, decisions = assign_streams(step.alone(step.plan), ROWS, None, gained_on(GPU, "triton"))
+    assert not any(decision.applied for decision in decisions) and made.sides == ()
+    assert verdict(lost)[0].startswith("turned off") and verdict(lost)[0].endswith("rows: 1.5 us more")
+
+
+def test_the_json_is_written_after_every_record_and_says_what_there_was_no_time_for(gpu: Any, tmp_path: Path) -> None:
+    result = gpu(2.0)
+    written = json.loads((tmp_path / "sites.json").read_text())
+    assert written["records"] == json.loads(json.dumps(result["records"])) and written["left_out"] == []
+    assert overview(result["records"]).row_count == len(result["records"])
+    late = gpu(2.0, budget=-1)
+    assert late["records"] == [] and len(late["left_out"]) == len(result["records"])
+    assert verdict(late)[-1] == "nothing was shown"
+
+
+def test_other_bits_are_told() -> None:
+    record = {"rows": 4, "site": "a_side", "same_bits": False}
+    assert verdict(new_result() | {"records": [record]}) == [
+        "other bits     a_side at 4 rows",
+        "does not hold: other bits",
+    ]
+    alike = verdict(new_result() | {"records": [record | {"same_bits": True}]})
+    assert alike == ["all holds: bits alone were compared"]
+
+
+def test_what_is_captured_is_a_step_of_that_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (case, _), step, _ = dry()
+    graphs: list[CpuGraphs] = []
+
+    def made(device: torch.device) -> CpuGraphs:
+        graphs.append(CpuGraphs())
+        return graphs[-1]
+
+    monkeypatch.setattr(overlap_sites, "CudaGraphs", made)
+    with torch.no_grad():
+        replay = captured(step, step.plan, case)
+        replay()
+        replay()
+    assert [graph.replays for each in graphs for graph in each.graphs] == [2]
+
+
+def test_both_take_turns_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    def takes(ms: float) -> Callable[[], None]:
+        def step() -> None:
+            clock[0] += ms
+
+        return step
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    pairs = in_turn(takes(0.125), takes(0.0625))
+    assert len(pairs) == overlap_sites.PAIRS and set(pairs) == {(125.0, 62.5)}
+
+
+def test_a_sites_gain_is_its_share_of_the_median_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (case, _), step, _ = dry()
+    kind = kinds_of(*step_and_report())[0]
+    monkeypatch.setattr(overlap_sites, "captured", lambda *_: None)
+    monkeypatch.setattr(overlap_sites, "in_turn", lambda one, other: [(10.0, 4.0), (50.0, 5.0), (12.0, 9.0)])
+    monkeypatch.setattr(overlap_sites, "with_kind", lambda *_: step.plan)
+    found = measured(step, replace(kind, sites=list(kind.sites)[:1] * 2), case, lambda: None)
+    assert found == {"one_us": 12.0, "with_us": 5.0, "gain_us": 3.0}
+
+
+@pytest.mark.slow
+def test_the_command_compares_bits_on_a_cpu_and_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("V41_CACHE_DIR", str(tmp_path / "cache"))
+    assert main([*DRY[:-2], "--sites", "--preset", "tiny", "--out", str(tmp_path / "made.json")]) == 0
+    assert "all holds: bits alone were compared" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("side_work_*"))
+
+
+def test_stress_and_sites_are_two_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["bench", "overlap", "--sites", "--stress", "5"])
+    assert "not allowed with argument" in capsys.readouterr().err

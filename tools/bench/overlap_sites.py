@@ -1,0 +1,173 @@
+"""overlap_sites: what side work gains in whole decode steps, site by site, kept for later compiles (v41/gains.py).
+
+    one     the plan on the caller's stream
+    with    the same plan, with the sites of one key alone on their side stream
+
+Both are captured and replayed in turn; what a site gains is the median difference over their number. Sites of one key
+do equal work beside equal pieces. Measured are all that the compiler makes pieces for where nothing is kept, so a site
+that lost once has another chance. What is measured is kept after each number of rows; the compiler turns a site off at
+rows where it lost. --device cpu compares bits instead, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from v41.gains import ignored, keep
+from v41.lowering.tuned import bucket
+from v41.model_def.model import V41ForCausalLM
+from v41.passes.assign_streams import Site, sites_of, with_sides
+from v41.passes.check_plan import check_plan
+from v41.plan import Plan
+from v41.report import CompileReport, Decision
+from v41.runtime.capture import CudaGraphs
+from v41.runtime.executor import LanesOf
+from v41.runtime.streams import CudaLanes
+from v41.tools.bench import timing
+from v41.tools.bench.overlap_stress import lanes_for, same
+from v41.tools.bench.program_cases import Case, prepare
+from v41.tools.planned_step import PlannedStep, step_of
+from v41.tools.tables import add, table
+
+PAIRS = 40
+WARM = 3
+Record = dict[str, Any]
+Replay = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The sites of one key, and what the compiler said of the first."""
+
+    key: str
+    sites: Sequence[Site]
+    decision: Decision
+
+    def facts(self, rows: int) -> Record:
+        predicted = (self.decision.times or {})["predicted gain"].get(bucket(rows))
+        named = {"site": self.decision.node, "source": self.decision.source, "key": self.key}
+        return {"rows": rows, **named, "sites": len(self.sites), "predicted_us": predicted}
+
+
+def run(model: V41ForCausalLM, arguments: Namespace, result: Record, started: float) -> None:
+    """Fills in `result`, which is written after every record."""
+    with torch.no_grad(), ignored():
+        cases = prepare(model, arguments.rows, [], arguments.context)
+        step, report = step_of(model, cases[0].batch, cases[0].cache, arguments.rows, arguments.codegen)
+    codegen = str(report.options["codegen"][0])
+    kinds = kinds_of(step, report)
+    result["codegen"] = codegen
+    for case in cases:
+        gains: dict[str, float] = {}
+        one = None if step.device.type == "cpu" else captured(step, step.plan, case)
+        for kind in kinds:
+            if time.perf_counter() - started > arguments.budget:
+                result["left_out"].append(f"{kind.decision.node}, {case.name}: no time")
+                continue
+            with torch.no_grad():
+                found = compared(step, kind, case) if one is None else measured(step, kind, case, one)
+            result["records"].append(kind.facts(case.rows) | found)
+            if "gain_us" in found:
+                gains[kind.key] = found["gain_us"]
+            result["seconds"] = round(time.perf_counter() - started, 1)
+            timing.save(result, arguments.out)
+        if gains:
+            keep(step.device, codegen, case.rows, gains)
+
+
+def kinds_of(step: PlannedStep, report: CompileReport) -> list[Kind]:
+    """The sites that have artifacts, by key, in the plan's order."""
+    (decisions,) = (each.decisions for each in report.passes if each.name == "assign_streams")
+    by_key: dict[str, list[tuple[Site, Decision]]] = {}
+    for site, decision in zip(sites_of(step.alone(step.plan)), decisions, strict=True):
+        pieces = [site.side, *([site.rest] if site.rest else [])]
+        if site.cone.piece.uncapturable is None and all(piece.key in step.artifacts for piece in pieces):
+            by_key.setdefault(site.key, []).append((site, decision))
+    return [Kind(key, [site for site, _ in of], of[0][1]) for key, of in by_key.items()]
+
+
+def with_kind(step: PlannedStep, kind: Kind) -> Plan:
+    """The step's plan with these sites alone on their streams."""
+    made = with_sides(step.alone(step.plan), kind.sites)
+    check_plan(made)
+    return made
+
+
+def compared(step: PlannedStep, kind: Kind, case: Case) -> Record:
+    inputs = step.fed(case.batch, case.cache)
+    plans = (step.plan, with_kind(step, kind))
+    one, other = (step.on(plan)(list(inputs)) for plan in plans)
+    return {"same_bits": same(one, other)}
+
+
+def measured(step: PlannedStep, kind: Kind, case: Case, one: Replay) -> Record:
+    pairs = in_turn(one, captured(step, with_kind(step, kind), case, lanes_for(CudaLanes, step.device)))
+    gain = statistics.median(before - after for before, after in pairs) / len(kind.sites)
+    before, after = (statistics.median(each) for each in zip(*pairs, strict=True))
+    return {"one_us": round(before, 1), "with_us": round(after, 1), "gain_us": round(gain, 3)}
+
+
+def captured(step: PlannedStep, plan: Plan, case: Case, lanes: LanesOf | None = None) -> Replay:
+    """Replays a step of `plan` as one graph."""
+    run, inputs = step.on(plan, lanes), step.fed(case.batch, case.cache)
+    graphs = CudaGraphs(step.device)
+    graphs.warm_up(lambda: run(list(inputs)))
+    graph, results = graphs.capture(lambda _: run(list(inputs)), ())
+    return partial(_replay, graph.replay, results)
+
+
+def _replay(replay: Replay, results: Sequence[Any]) -> None:
+    """`results` are held with the graph: nothing else may take their memory."""
+    replay()
+
+
+def in_turn(one: Replay, other: Replay) -> list[tuple[float, float]]:
+    """µs of both, again and again."""
+    for _ in range(WARM):
+        one()
+        other()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * PAIRS + 1)]
+    marks[0].record()
+    for at in range(PAIRS):
+        one()
+        marks[2 * at + 1].record()
+        other()
+        marks[2 * at + 2].record()
+    torch.cuda.synchronize()
+    us = [1000 * before.elapsed_time(after) for before, after in pairwise(marks)]
+    return list(zip(us[::2], us[1::2], strict=True))
+
+
+# ---- what is told
+
+
+def overview(records: Sequence[Record]) -> Any:
+    gains = ("predicted gain us", "measured gain us")
+    made = table("site", "source", "rows", "sites", *gains, "one us", "with us", left=2)
+    for r in records:
+        told = (r["predicted_us"], r.get("gain_us"), r.get("one_us"), r.get("with_us"))
+        add(made, r["site"], r["source"], r["rows"], r["sites"], *told)
+    return made
+
+
+def verdict(result: Record) -> list[str]:
+    """What was found; the last line is the outcome."""
+    records = result["records"]
+    lost = [r for r in records if r.get("gain_us", 1) <= 0]
+    wrong = [f"{r['site']} at {r['rows']} rows" for r in records if not r.get("same_bits", True)]
+    told = [f"turned off     {r['site']} at {r['rows']} rows: {-r['gain_us']} us more" for r in lost]
+    told += [f"other bits     {each}" for each in wrong]
+    told += [f"not shown      {each}" for each in result["left_out"]]
+    if wrong or not records:
+        return [*told, "does not hold: other bits" if wrong else "nothing was shown"]
+    kept = sum("gain_us" in r for r in records)
+    return [*told, f"all holds: {kept} gains are kept" if kept else "all holds: bits alone were compared"]
