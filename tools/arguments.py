@@ -11,7 +11,7 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from v41.options import CODEGENS
+from v41.options import ALL_REDUCES, CODEGENS
 
 PRESETS = "tiny, bench (90 GB) or flash (503 GB), with random weights"
 MODELS = "a preset (tiny, bench, flash), a checkpoint folder, or MODULE:FUNCTION that returns (model, inputs)"
@@ -35,6 +35,8 @@ def add_layers(command: argparse.ArgumentParser) -> None:
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of a preset or checkpoint")
     told = "as one of N processes that share a preset or checkpoint runs it (1)"
     command.add_argument("--ranks", type=positive, metavar="N", help=told)
+    told = "of ranks: add up in a kernel with what reads the sum, or (this) as the library does it"
+    command.add_argument("--all-reduce", choices=ALL_REDUCES[1:], help=told)
 
 
 def add_codegen(command: argparse.ArgumentParser) -> None:

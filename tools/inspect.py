@@ -35,6 +35,7 @@ from v41.passes.pipeline import PIPELINE
 from v41.plan import Piece, Plan
 from v41.regions import Region, body_of, is_region, region_of
 from v41.report import CompileReport, Decision, collect, publish
+from v41.sums import LIBRARY
 from v41.tools.nodes import module_of
 from v41.tools.planning import plan_only
 
@@ -90,13 +91,14 @@ def capture_call(
     *,
     codegen: str = "eager",
     verify: bool | str = False,
+    all_reduce: str = LIBRARY,
     told: Callable[[str], None] = lambda phase: None,
 ) -> Inspection:
     """A call of the model with the inputs that `make` returns with it, captured. GraphNotWhole where Dynamo cuts it,
     ModelFails where the model raises, or its operators do; both at the model's own line.
 
-    codegen: how pieces are to run, on a device that need not be here (planning.py). verify: the backend's option of
-    that name. told: hears which phase begins.
+    codegen: how pieces are to run, on a device that need not be here (planning.py). verify, all_reduce: the backend's
+    options of these names. told: hears which phase begins.
     """
     clock = time.perf_counter
     start, cpu = clock(), time.process_time()
@@ -108,7 +110,7 @@ def capture_call(
         seconds["dynamo"] = clock() - start - seconds["model"]
         names.extend(input_name(node) for node in gm.graph.nodes if node.op == "placeholder")
         told(PHASES[2])
-        publish(plan_only(gm, inputs, codegen, verify, told))
+        publish(plan_only(gm, inputs, codegen, verify, told, all_reduce))
 
         def stop(*_: Any) -> Any:
             raise Captured

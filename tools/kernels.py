@@ -32,6 +32,7 @@ from v41.plan import Piece, Plan
 from v41.regions import region_of, regions
 from v41.tools import files
 from v41.tools.formulas import evaluate
+from v41.tools.pretended_ranks import group_of, shared_memory
 from v41.tools.steps import step_of_rows
 
 ROWS = (1, 64, 4096)  # for which launches are told: decode steps, and a prefill
@@ -82,7 +83,8 @@ def kernels_of(plan: Plan, codegen: str, config: V41Config | None = None) -> lis
     pieces = {piece.name: piece for piece in plan.pieces}
     sizes = {rows: step_of_rows(plan, config, rows).symbols for rows in ROWS}
     try:
-        found = [_kernel(pieces[names[0]], names, sizes) for names in plan.keys.values()]
+        with group_of(plan):
+            found = [_kernel(pieces[names[0]], names, sizes) for names in plan.keys.values()]
     except OSError as error:
         raise KernelsNotWritten(kernel_directory(), problem=files.told(error)) from error
     return [each for each in found if each is not None]
@@ -108,17 +110,17 @@ def taken(kernels: Iterable[KernelFacts]) -> frozenset[str]:
 
 def launches_of(kernel: Kernel, values: Sequence[object], sizes: Sizes) -> Iterator[LaunchFacts]:
     """What steps of `sizes` launch on each of ARCHS. values: what tracing says of the inputs of its piece. A sum over
-    ranks is left out: it launches by how many processors their GPUs have, and what memory they share."""
-    if isinstance(kernel, SummingKernel):
-        return
+    ranks is told as the first of them launches it."""
     for arch in ARCHS:
         for rows, symbols in sizes.items():
             with as_on(arch), without_storage():
+                if isinstance(kernel, SummingKernel):
+                    kernel.bind(shared_memory(kernel.ranks, arch))
                 steps = steps_of(kernel, [like(value, symbols) for value in values])
             for name, grid, arguments, constants, options in steps:
                 function = getattr(kernel.module, name)
                 given = dict(zip(function.arg_names, arguments, strict=False))
-                types = {arg: POINTER[v.dtype] if isinstance(v, Tensor) else "i32" for arg, v in given.items()}
+                types = {arg: POINTER[v.dtype] if isinstance(v, Tensor) else whole(v) for arg, v in given.items()}
                 any_value = getattr(function, "do_not_specialize", None) or ()
                 even = tuple(arg for arg, v in given.items()
                              if isinstance(v, int) and v % 16 == 0 and arg not in any_value)  # fmt: skip
@@ -131,7 +133,15 @@ def steps_of(kernel: Kernel, given: Sequence[Any]) -> list[tuple[str, Sequence[i
         steps, _ = kernel.steps(given)
         return [(step.kernel, step.grid, step.arguments, step.constants, step.options) for step in steps]
     call = kernel.prepare(given)
+    if isinstance(kernel, SummingKernel):
+        launched: list[Any] = call.launches
+        return [(each.function, each.grid, each.arguments, each.constants, each.options) for each in launched]
     return [(kernel.name, grid, call.arguments, constants, options) for grid, constants, options in call.steps()]
+
+
+def whole(number: int) -> str:
+    """Triton's type of a number."""
+    return "i32" if -(1 << 31) <= number < 1 << 31 else "i64"
 
 
 def like(value: object, symbols: Mapping[str, int]) -> object:

@@ -25,7 +25,7 @@ from v41.tools.expected import differences, regions_found
 from v41.tools.nearest import choices
 from v41.tools.run import Run
 from v41.tools.saved_passes import run_from
-from v41.tools.sources import is_run, refuse_unused, run_named
+from v41.tools.sources import OF_CAPTURES, is_run, refuse_unused, run_named
 from v41.tools.tables import WIDTH
 
 
@@ -72,7 +72,7 @@ def told_of(arguments: Namespace, console: Console, *, changes: bool = False) ->
     before anything is captured."""
     name = getattr(arguments, "name", None)
     if os.path.isfile(arguments.model) or arguments.model.endswith(".json"):
-        refuse_unused(arguments, ("codegen", "layers", "ranks"), "the run was captured with its own")
+        refuse_unused(arguments, OF_CAPTURES, "the run was captured with its own")
         saved = saved_runs(Path(arguments.model))
         pass_named(saved.runs, name)
         return saved

@@ -20,6 +20,7 @@ from v41._compat_trace import functional_aten
 from v41.backend import gradients_requested, in_buckets, kept_whole, planned, refuse_gradients
 from v41.options import parse
 from v41.report import CompileReport
+from v41.sums import LIBRARY
 
 ORDERS = {"triton": ("triton", "inductor", "eager"), "inductor": ("inductor", "eager"), "eager": ("eager",)}
 WHO = {
@@ -35,14 +36,18 @@ def plan_only(
     codegen: str,
     verify: bool | str = False,
     heard: Callable[[str], None] = lambda phase: None,
+    all_reduce: str = LIBRARY,
 ) -> CompileReport:
-    """The report of `gm`, with its plan. verify: the backend's option of that name. heard: is told what begins."""
-    options, order = parse({"verify": verify}, None), ORDERS[codegen]
+    """The report of `gm`, with its plan. verify, all_reduce: the backend's options of these names. heard: is told what
+    begins."""
+    options, order = parse({"verify": verify, "all_reduce": all_reduce}, None), ORDERS[codegen]
     refuse_gradients(gm, inputs)
     report = CompileReport(graph_break=graph_break(gm), recompiles=times_compiled_before())
     report.cache = "off: nothing is compiled"
     told = "options" if verify else "default"
     report.options = {"codegen": (codegen, WHO[codegen]), "verify": (verify, told)}
+    if all_reduce != LIBRARY:
+        report.options["all_reduce"] = (all_reduce, "options, as on GPUs that can write each other's memory")
     names = [input_name(node) for node in gm.graph.nodes if node.op == "placeholder"]
     start = time.perf_counter()
 

@@ -31,6 +31,7 @@ from v41.model_def.config import PRESETS, V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import WHOLE, Share
 from v41.report import collect
+from v41.sums import FUSED, LIBRARY
 from v41.tools.inspect import PHASES, Inspection, capture_call, first_layers, line_of, step_of
 from v41.tools.nearest import choices
 from v41.tools.progress import progress
@@ -38,6 +39,8 @@ from v41.tools.run import Run, run_of
 from v41.tools.run_folder import MAIN, load
 
 CODEGEN = "triton"  # as which a model is captured where none is asked for
+OF_CAPTURES = ("codegen", "layers", "ranks", "all_reduce")  # options that say how a model is captured
+IN_KERNELS = "sums in kernels"  # so a model is called of which ranks add up in kernels of ours
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,13 @@ class Model:
     name: str  # "preset flash, 3 layers"
     make: Callable[[], tuple[nn.Module, Sequence[Any]]]
     ranks: int = 1  # that share it
+    all_reduce: str = LIBRARY  # who adds up over them
 
 
 def run_named(arguments: Namespace, *, changes: bool = False) -> Run:
     """The run that `arguments` name, read or captured now; with what passes changed, where `changes`."""
     if is_run(arguments.model):
-        refuse_unused(arguments, ("codegen", "layers", "ranks"), "the run was captured with its own")
+        refuse_unused(arguments, OF_CAPTURES, "the run was captured with its own")
         return load(Path(arguments.model))
     return captured(arguments, changes=changes)
 
@@ -68,6 +72,7 @@ def needs_model(folder: str, what: str, command: str) -> NeedsModel:
     words = [name.removeprefix("preset ").removeprefix("checkpoint ")]
     words += [f"--layers {cut.split()[0]}" for cut in cuts if cut.endswith(" layers")]
     words += [f"--ranks {cut.split()[2]}" for cut in cuts if cut.endswith(" ranks")]
+    words += [f"--all-reduce {FUSED}" for cut in cuts if cut == IN_KERNELS]
     return NeedsModel(folder, what=what, source=source, command=command.format(" ".join(words)))
 
 
@@ -77,19 +82,28 @@ def captured(arguments: Namespace, *, changes: bool = False) -> Run:
     return run_of(inspected(model, arguments.codegen or CODEGEN, changes=changes), model.name)
 
 
+def check_sums(arguments: Namespace) -> None:
+    """UnusedOption where --all-reduce changes nothing: one process adds up nothing, and kernels are Triton's."""
+    if arguments.ranks in (None, 1):
+        refuse_unused(arguments, ("all_reduce",), "only ranks add up, as with --ranks 4")
+    if arguments.codegen not in (None, CODEGEN):
+        refuse_unused(arguments, ("all_reduce",), f"codegen {arguments.codegen} generates no kernels")
+
+
 def model_of(arguments: Namespace) -> Model:
     """The model that `arguments` name. UnusedOption where it cannot be cut or shared as they say."""
     name = arguments.model
     if ":" in name and name not in PRESETS and not os.path.isdir(name):
         refuse_unused(arguments, ("layers", "ranks"), "the function returns the model as it is to be")
-    return model_named(name, arguments.layers, arguments.ranks or 1)
+    check_sums(arguments)
+    return model_named(name, arguments.layers, arguments.ranks or 1, arguments.all_reduce or LIBRARY)
 
 
 def refuse_unused(arguments: Namespace, names: Sequence[str], reason: str) -> None:
     """UnusedOption for the first of the options `names` that was given."""
     for name in names:
         if getattr(arguments, name, None) is not None:
-            raise UnusedOption(f"v41 {arguments.command}", option=f"--{name}", reason=reason)
+            raise UnusedOption(f"v41 {arguments.command}", option=f"--{name.replace('_', '-')}", reason=reason)
 
 
 def inspected(model: Model, codegen: str, *, changes: bool = False, verify: bool | str = False) -> Inspection:
@@ -97,29 +111,31 @@ def inspected(model: Model, codegen: str, *, changes: bool = False, verify: bool
     group = pretended(model.ranks) if model.ranks > 1 else contextlib.nullcontext()
     with group, progress() as bars, collect(programs=changes):
         what = "verify" if verify else "capture"
-        return capture_call(model.make, codegen=codegen, verify=verify, told=bars.begin(what, len(PHASES)))
+        told = bars.begin(what, len(PHASES))
+        return capture_call(model.make, codegen=codegen, verify=verify, all_reduce=model.all_reduce, told=told)
 
 
-def model_named(name: str, layers: int | None = None, ranks: int = 1) -> Model:
+def model_named(name: str, layers: int | None = None, ranks: int = 1, all_reduce: str = LIBRARY) -> Model:
     """The model of that name, cut to its first `layers`, as the first of `ranks` runs it. UnknownModel says what names
     there are, and the nearest."""
     if is_run(name):
         raise needs_model(name, "a capture traces the model", "v41 capture {} -o RUN")
     if name in PRESETS:
-        return _of_config(f"preset {name}", V41Config.preset(name), layers, ranks)
+        return _of_config(f"preset {name}", V41Config.preset(name), layers, ranks, all_reduce)
     if os.path.isdir(name):
-        return _of_config(f"checkpoint {Path(name).name}", V41Config.from_json(name), layers, ranks)
+        return _of_config(f"checkpoint {Path(name).name}", V41Config.from_json(name), layers, ranks, all_reduce)
     if ":" in name:
         return Model(name, lambda: call_of(name))
     raise UnknownModel("v41 MODEL", name=name, known=choices(name, PRESETS))
 
 
-def _of_config(name: str, config: V41Config, layers: int | None, ranks: int) -> Model:
+def _of_config(name: str, config: V41Config, layers: int | None, ranks: int, all_reduce: str) -> Model:
     cut = first_layers(config, layers or config.num_hidden_layers)
     told = name if cut is config else f"{name}, {layers} layers"
     share = Share(0, ranks, ALL) if ranks > 1 else WHOLE
     told += f", one of {ranks} ranks" if ranks > 1 else ""
-    return Model(told, lambda: step_of(lambda: V41ForCausalLM(cut, share)), ranks)
+    told += f", {IN_KERNELS}" if all_reduce == FUSED else ""
+    return Model(told, lambda: step_of(lambda: V41ForCausalLM(cut, share)), ranks, all_reduce)
 
 
 def call_of(name: str) -> tuple[nn.Module, Sequence[Any]]:

@@ -41,7 +41,7 @@ def timeline_command(arguments: Namespace) -> int:
     check_file(arguments.trace)
     how = {"rows": rows, "file": arguments.trace, "as_json": arguments.json}
     if arguments.measure:
-        refuse_unused(arguments, ("codegen", "ranks"), "--measure runs the step as this machine does")
+        refuse_unused(arguments, ("codegen", "ranks", "all_reduce"), "--measure runs the step as this machine does")
         config = config_to_measure(arguments)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with progress() as bars:

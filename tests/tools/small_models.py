@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
+from v41._compat_groups import ALL, pretended
 from v41._compat_trace import mark_rows
 from v41.model_def.topk import topk_lowest_index
 from v41.report import collect
@@ -17,6 +18,7 @@ from v41.tools.inspect import capture_call
 from v41.tools.run import Run, run_of
 
 WIDTH = 8
+SUMMED = 128  # so wide that 4096 rows of it go in two shots
 
 
 class Balanced(nn.Module):
@@ -183,3 +185,33 @@ def run_of_balanced(flawed: bool = False) -> Run:
     torch._dynamo.reset()
     with collect(programs=True):
         return run_of(capture_call(unbalanced if flawed else balanced, codegen="triton"), "small_models:balanced")
+
+
+class Summed(nn.Module):
+    """A projection that ranks share by its inputs, added to a residual; a norm reads the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(SUMMED, SUMMED).bfloat16())
+
+    def forward(self, h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        part = torch.ops._c10d_functional.all_reduce(y @ self.down, "sum", ALL)
+        h = h + torch.ops._c10d_functional.wait_tensor(part)
+        f = h.float()
+        return h, (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+
+
+def summed() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    h, y = torch.rand(5, SUMMED).bfloat16(), torch.rand(5, SUMMED).bfloat16()
+    mark_rows(h)
+    mark_rows(y)
+    return Summed(), (h, y)
+
+
+@cache
+def run_of_summed(all_reduce: str) -> Run:
+    """`summed`, as the first of two ranks, of which no other and no group are there any more."""
+    torch._dynamo.reset()
+    with pretended(2), collect(programs=True):
+        made = capture_call(summed, codegen="triton", all_reduce=all_reduce)
+    return run_of(made, "small_models:summed, one of 2 ranks")
