@@ -1,7 +1,8 @@
 """html_page: a run as one page that needs nothing else: no network, no server, no other file.
 
     passes, with a slider: sizes and changes before and after each      layers that open and close
-    the body of each kind of region, drawn      a timeline of least times      what lives between pieces
+    the body of each kind of region, drawn      a timeline of least times      a decode step's streams, side by side
+    what lives between pieces
 
 page.html is the template; all text is escaped there, and its policy lets a browser load nothing.
 """
@@ -25,6 +26,7 @@ from v41.tools.nodes import OTHERS, PRODUCTS
 from v41.tools.report_view import remarks
 from v41.tools.run import Run
 from v41.tools.steps import Step, step_of_rows
+from v41.tools.timeline import length, schedule
 
 ROWS, LISTED, GPU = 16, 400, GPUS["H200"]
 
@@ -48,6 +50,8 @@ def page(run: Run, rows: int = ROWS) -> str:
         gpu=GPU,
         bars=made,
         total=sum(bar["weight"] for bar in made),
+        streams=lanes(run, rows),
+        rows=rows,
         curve=curve,
         peak=peak,
     )
@@ -97,6 +101,23 @@ def drawings(run: Run) -> list[dict[str, str]]:
         more = f", the first {MOST} of {len(inside)} nodes" if len(inside) > MOST else ""
         found.append({"title": f"{call.region}: {body}{more}", "svg": drawing(inside, edges(inside))})
     return found
+
+
+def lanes(run: Run, rows: int) -> list[list[dict[str, Any]]]:
+    """For each stream of a decode step of `rows` its pieces: from where to where of 1000 parts, as predicted."""
+    found = run.predicted
+    plan = found.at(rows)
+    slots = schedule(plan, found.us(plan, rows))
+    whole = length(plan, slots) or 1.0
+    streams = sorted({slot.stream for slot in slots})
+    return [
+        [
+            {"title": f"{slot.name}: {slot.border}, {slot.end - slot.start:.3g} µs from {slot.start:.4g}",
+             "from": 1000 * slot.start / whole, "for": 1000 * (slot.end - slot.start) / whole}
+            for slot in slots if slot.stream == stream
+        ]
+        for stream in streams
+    ]  # fmt: skip
 
 
 def bars(run: Run, step: Step) -> list[dict[str, Any]]:

@@ -1,14 +1,16 @@
 """`v41 inspect`: every layer of a model with its role, regions and refusals, then what the passes did and took.
 
-    layer  role            regions                                                    pieces ending
-    0      window          mhc_boundary entry #1, mhc_boundary seam #2                            4
-    1      window, Engram  mhc_boundary seam #2, mhc_boundary seam #2, mhc_post #3                6
+    layer  role            regions                                            pieces ending  beside
+    0      window          mhc_boundary entry #1, mhc_boundary seam #2                    4       2
+    1      window, Engram  mhc_boundary seam #2, mhc_boundary seam #2, mhc_post #3        6       3
     #1     mhc_boundary  streams=4 hidden=5120 ...  in layers 0              one line for each set of attributes
     refused  in layer 23: "the carried pre comes from an earlier boundary", broken by one_hot
              model_def/model.py:97  A = one_hot(0, S).expand(T, S)
 
 Regions stand in the layer whose parameters they read, or else in whose module they are; a piece may hold work of
-several layers, and ends in the last. With --against it prints what differs from a run, or an inspection, saved before.
+several layers, and ends in the last. Beside: how many have work that a decode step of one row does on a side stream
+(streams_view.py), where streams are on. With --against it prints what differs from a run, or an inspection, saved
+before.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ from v41.tools.report_view import show
 from v41.tools.run import Run
 from v41.tools.run_folder import MAIN, layer_values, run_values
 from v41.tools.sources import run_named
+from v41.tools.streams_view import beside_by_layer, streams_table, streams_values, used
 from v41.tools.tables import add, counted, say, table
+
+STREAMS = 'where overlap="on" is asked for, or "auto" finds it proven; predicted, of the most of these rows'
 
 
 def inspect_command(arguments: Namespace) -> int:
@@ -102,11 +107,13 @@ def saved_layers(path: Path) -> list[LayerValues]:
 
 
 def show_inspection(console: Console, run: Run) -> None:
-    views, numbers = run.layers, numbered(run.layers)
-    by_layer = table("layer", "role", "regions", "pieces ending", left=3)
+    views, numbers, plans = run.layers, numbered(run.layers), used(run.predicted)
+    beside = beside_by_layer(run, plans)
+    by_layer = table("layer", "role", "regions", "pieces ending", "beside", left=3)
     for view in views:
         found = ", ".join(f"{region.name} #{numbers[text_of(region)]}" for region in view.regions)
-        add(by_layer, view.layer, role_told(run, view.layer), found or None, len(view.pieces))
+        counts = len(view.pieces), beside[view.layer] or None
+        add(by_layer, view.layer, role_told(run, view.layer), found or None, *counts)
     console.print(by_layer)
     console.print()
     for text, number in numbers.items():
@@ -118,6 +125,9 @@ def show_inspection(console: Console, run: Run) -> None:
         say(console, line, "yellow")
     console.print()
     console.print(artifacts_table(run.plan))
+    console.print()
+    console.print(streams_table(plans))
+    say(console, f"streams   {STREAMS}")
     console.print()
     show(console, [run.report])
     console.print()
@@ -173,7 +183,7 @@ def refusals(views: list[LayerView]) -> list[str]:
 
 def values(run: Run, *, changes: bool = False) -> dict[str, Any]:
     """The same facts as values json can write; with what each pass changed, where that was kept and is asked for."""
-    told = run_values(run) | {"plan": json.loads(run.plan.to_json())}
+    told = run_values(run) | {"plan": json.loads(run.plan.to_json()), "streams": streams_values(used(run.predicted))}
     if changes and run.changes is not None:
         for each in told["graph"]["passes"]:
             each["changes"] = [asdict(change) for change in run.changes.get(each["name"], [])]

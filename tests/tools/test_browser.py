@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.tools.small_models import run_of_balanced, run_of_routed
+from tests.tools.test_streams_view import run_with_sides
 from v41.tools.files import write_whole
-from v41.tools.html_page import page
+from v41.tools.html_page import lanes, page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for path in map(shutil.which, NAMES) if path is not None), None)
@@ -137,6 +138,21 @@ def test_the_timeline_is_as_wide_as_the_page_and_says_what_each_bar_is(opened: O
     assert line is not None and abs(sum(box["width"] for box in boxes if box) - line["width"]) < 1
     assert all("µs" in str(bars.nth(at).get_attribute("title")) for at in range(bars.count()))
     opened.check_quiet()
+
+
+def test_streams_are_drawn_one_below_the_other_on_one_scale(browser: Any, tmp_path: Path) -> None:
+    run = run_with_sides()
+    write_whole(tmp_path / "page.html", page(run, 4))
+    found = Opened(browser.new_page(), tmp_path / "page.html")
+    lines = found.tab.locator(".lane svg")
+    boxes = [lines.nth(at).bounding_box() for at in range(lines.count())]
+    assert len(boxes) == 2 and boxes[0]["width"] == boxes[1]["width"] > 300 and boxes[0]["y"] < boxes[1]["y"]
+    for at, pieces in enumerate(lanes(run, 4)):
+        drawn = lines.nth(at).locator("rect")
+        for piece, box in zip(pieces, (drawn.nth(i).bounding_box() for i in range(drawn.count())), strict=True):
+            assert box["x"] - boxes[at]["x"] == pytest.approx(piece["from"] / 1000 * boxes[at]["width"], abs=1)
+            assert box["width"] == pytest.approx(piece["for"] / 1000 * boxes[at]["width"], abs=1)
+    found.check_quiet()
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1400, True)])

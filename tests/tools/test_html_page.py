@@ -75,7 +75,7 @@ def test_the_page_is_whole_and_loads_nothing(made) -> None:  # type: ignore[no-u
     loads = [(tag, name) for tag, attrs in found.tags for name in attrs if name in ("src", "href", "srcset", "action")]
     assert loads == [] and "default-src 'none'" in str(dict(found.tags[:4]).get("meta"))
     assert found.count("section", "pass") == len(PIPELINE) and found.count("details") == 3 + 2
-    assert found.count("svg") == 1
+    assert found.count("svg") == 1 + 1  # a region, and the one stream
 
 
 def test_text_of_a_model_is_text() -> None:
@@ -165,7 +165,7 @@ def test_the_command_writes_files_whole(tmp_path: Path, capsys: pytest.CaptureFi
     options = ["--html", str(files["html"]), "--dot", str(files["dot"]), "--model-explorer", str(files["json"])]
     assert main(["inspect", str(tmp_path / "run"), *options]) == 0
     assert capsys.readouterr().err.split() == [word for path in files.values() for word in ("written", str(path))]
-    assert Page(files["html"].read_text()).count("svg") == 1 and files["dot"].read_text() == dot(run_of_balanced())
+    assert Page(files["html"].read_text()).count("svg") == 2 and files["dot"].read_text() == dot(run_of_balanced())
     assert json.loads(files["json"].read_text()) == model_explorer(run_of_balanced())
     assert sorted((tmp_path / "out").iterdir()) == sorted(files.values())
     assert main(["inspect", str(tmp_path / "run"), "--html", str(tmp_path / "run" / "run.json" / "x")]) == 2
