@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 from tests.cpu_graphs import CpuGraphs
 from tests.tools.test_bench_overlap import DRY, dry
 from v41.gains import IGNORED, gained_on
-from v41.passes.assign_streams import assign_streams
+from v41.passes.assign_streams import Site, assign_streams
 from v41.passes.plan_passes import run_plan_pass
 from v41.report import CompileReport
 from v41.tools.bench import overlap_sites
 from v41.tools.bench.overlap_sites import (
+    best_of_each_piece,
     captured,
     compared,
     in_turn,
@@ -37,6 +39,7 @@ GPU = torch.device("cuda")
 ROWS = [1, 4]
 
 
+@cache
 def step_and_report() -> tuple[PlannedStep, CompileReport]:
     """The step of the dry run and what assign_streams says of it."""
     step = dry()[2]
@@ -66,10 +69,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[s
         asked.append(IGNORED.get())
         return replace(step, device=GPU), report
 
-    def made(gain: float, **changes: Any) -> dict[str, Any]:
+    def made(gain: float, together: float = 0.0, **changes: Any) -> dict[str, Any]:
+        """together: what every two sites that are in a plan gain beside that."""
+
         def replayed(one: int, other: int) -> list[tuple[float, float]]:
             assert one == 0 and other > 0
-            return [(100.0, 100.0 - gain * other), (500.0, 100.0), (101.0, 101.0 - gain * other)]
+            less = gain * other + together * (other - 1)
+            return [(100.0, 100.0 - less), (500.0, 100.0), (101.0, 101.0 - less)]
 
         monkeypatch.setattr(overlap_sites, "step_of", stepped)
         monkeypatch.setattr(overlap_sites, "captured", lambda step, plan, case, lanes=None: sides_in(plan))
@@ -122,12 +128,50 @@ def test_what_steps_gain_is_kept_and_the_compiler_obeys(gpu: Any) -> None:
     assert all(record["one_us"] == 101.0 and record["predicted_us"] is not None for record in result["records"])
     known = gained_on(GPU, "triton")
     assert {known(site.key, rows) for site in sites for rows in ROWS} == {2.0}
-    assert verdict(result) == [f"all holds: {len(result['records'])} gains are kept"]
+    told = verdict(result)
+    assert told[-1] == f"all holds: {len(result['records'])} gains are kept"
+    assert [text[:14].strip() for text in told[:-1]] == ["together"] * len(ROWS)
     lost = gpu(-1.5)
     assert {record["gain_us"] for record in lost["records"]} == {-1.5}
     made, decisions = assign_streams(step.alone(step.plan), ROWS, None, gained_on(GPU, "triton"))
     assert not any(decision.applied for decision in decisions) and made.sides == ()
-    assert verdict(lost)[0].startswith("turned off") and verdict(lost)[0].endswith("rows: 1.5 us more")
+    assert verdict(lost)[0].startswith("loses ") and verdict(lost)[0].endswith("rows: 1.5 us more")
+
+
+def test_of_sites_that_lose_together_those_stay_that_gain_together(gpu: Any) -> None:
+    """Three sites that spare 2 µs each by themselves cost 4 together, two of them 1: one stays."""
+    step, report = step_and_report()
+    assert [len(kind.sites) for kind in kinds_of(step, report)] == [1, 1, 1]
+    result = gpu(2.0, together=-5.0)
+    for rows in ROWS:
+        together = [(each["sites"], each["gain_us"]) for each in result["together"] if each["rows"] == rows]
+        assert together == [(3, -4.0), (2, -1.0), (1, 2.0)]
+        of_rows = [record for record in result["records"] if record["rows"] == rows]
+        assert [record["gain_us"] for record in of_rows] == [2.0] * 3
+        assert [record["kept_us"] for record in of_rows] == [-1.333, -0.5, 2.0]
+    made, decisions = assign_streams(step.alone(step.plan), ROWS, None, gained_on(GPU, "triton"))
+    assert sum(decision.applied for decision in decisions) == 1 and sides_in(made) == 1
+    assert [text[:14].strip() for text in verdict(result)] == ["loses"] * 4 + ["together"] * 6 + ["all holds: 6 g"[:14]]
+
+
+def test_what_the_compiler_would_not_hide_is_not_measured_together(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = kinds_of(*step_and_report())
+    times = kinds[0].decision.times
+    assert times is not None and kinds[0].hides(4) and not kinds[0].hides(64)  # nothing is known of 64 rows
+    longer = {**times, "own": {rows: us + 1e6 for rows, us in times["own"].items()}}
+    shown = replace(kinds[0], decision=replace(kinds[0].decision, times=longer))
+    assert not shown.hides(4)
+    monkeypatch.setattr(overlap_sites, "kinds_of", lambda step, report: [shown, *kinds[1:]])
+    assert {each["sites"] for each in gpu(2.0)["together"]} == {2}
+
+
+def test_of_a_piece_the_site_is_taken_that_gains_most() -> None:
+    kinds = kinds_of(*step_and_report())
+    twin = replace(kinds[0], key="twin", sites=[Site(site.cone, site.plan) for site in kinds[0].sites])
+    gains = {kind.key: 1.0 for kind in kinds} | {"twin": 2.0}
+    for order in ([*kinds, twin], [twin, *kinds]):
+        assert best_of_each_piece(order, gains) == [*twin.sites, *(site for kind in kinds[1:] for site in kind.sites)]
+        assert best_of_each_piece(order, gains | {"twin": 0.5})[0] is kinds[0].sites[0]
 
 
 def test_the_json_is_written_after_every_record_and_says_what_there_was_no_time_for(gpu: Any, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@
 
 Both are captured and replayed in turn; what a site gains is the median difference over their number. Sites of one key
 do equal work beside equal pieces. Measured are all that the compiler makes pieces for where nothing is kept, so a site
-that lost once has another chance. What is measured is kept after each number of rows; the compiler turns a site off at
-rows where it lost. --device cpu compares bits instead, and keeps nothing.
+that lost once has another chance. Side work also gets into the way of side work: sites that gain by themselves are
+measured together, and while they lose, the one that gained least is held to its share of the loss and left out. What is
+measured is kept after each number of rows; the compiler turns a site off at rows where it lost. --device cpu compares
+bits instead, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -53,35 +55,52 @@ class Kind:
     decision: Decision
 
     def facts(self, rows: int) -> Record:
-        predicted = (self.decision.times or {})["predicted gain"].get(bucket(rows))
         named = {"site": self.decision.node, "source": self.decision.source, "key": self.key}
-        return {"rows": rows, **named, "sites": len(self.sites), "predicted_us": predicted}
+        return {"rows": rows, **named, "sites": len(self.sites), "predicted_us": self.us("predicted gain", rows)}
+
+    def us(self, name: str, rows: int) -> float | None:
+        """One of the times that it was judged by."""
+        return (self.decision.times or {})[name].get(bucket(rows))
+
+    def hides(self, rows: int) -> bool:
+        """Whether the compiler may put it on a side stream, if it gains."""
+        own, slack = self.us("own", rows), self.us("slack", rows)
+        return own is not None and slack is not None and own <= slack
 
 
+@torch.no_grad()
 def run(model: V41ForCausalLM, arguments: Namespace, result: Record, started: float) -> None:
     """Fills in `result`, which is written after every record."""
-    with torch.no_grad(), ignored():
-        cases = prepare(model, arguments.rows, [], arguments.context)
+
+    def late() -> bool:
+        result["seconds"] = round(time.perf_counter() - started, 1)
+        timing.save(result, arguments.out)
+        return bool(result["seconds"] > arguments.budget)
+
+    cases = prepare(model, arguments.rows, [], arguments.context)
+    with ignored():
         step, report = step_of(model, cases[0].batch, cases[0].cache, arguments.rows, arguments.codegen)
-    codegen = str(report.options["codegen"][0])
-    kinds = kinds_of(step, report)
-    result["codegen"] = codegen
+    kinds, codegen = kinds_of(step, report), str(report.options["codegen"][0])
+    result |= {"codegen": codegen, "together": []}
     for case in cases:
-        gains: dict[str, float] = {}
-        one = None if step.device.type == "cpu" else captured(step, step.plan, case)
+        if step.device.type == "cpu":
+            result["records"] += [kind.facts(case.rows) | compared(step, kind, case) for kind in kinds]
+            continue
+        one, found = captured(step, step.plan, case), list[Record]()
         for kind in kinds:
-            if time.perf_counter() - started > arguments.budget:
+            if late():
                 result["left_out"].append(f"{kind.decision.node}, {case.name}: no time")
                 continue
-            with torch.no_grad():
-                found = compared(step, kind, case) if one is None else measured(step, kind, case, one)
-            result["records"].append(kind.facts(case.rows) | found)
-            if "gain_us" in found:
-                gains[kind.key] = found["gain_us"]
-            result["seconds"] = round(time.perf_counter() - started, 1)
-            timing.save(result, arguments.out)
+            found.append(kind.facts(case.rows) | measured(step, kind, case, one))
+            result["records"].append(found[-1])
+        gains = {record["key"]: record["gain_us"] for record in found}
+        hidden = [kind for kind in kinds if kind.key in gains and kind.hides(case.rows)]
+        result["together"] += settled(step, hidden, gains, case, one)
+        for record in found:
+            record["kept_us"] = gains[record["key"]]
         if gains:
             keep(step.device, codegen, case.rows, gains)
+    late()
 
 
 def kinds_of(step: PlannedStep, report: CompileReport) -> list[Kind]:
@@ -110,8 +129,36 @@ def compared(step: PlannedStep, kind: Kind, case: Case) -> Record:
 
 
 def measured(step: PlannedStep, kind: Kind, case: Case, one: Replay) -> Record:
-    pairs = in_turn(one, captured(step, with_kind(step, kind), case, lanes_for(CudaLanes, step.device)))
-    gain = statistics.median(before - after for before, after in pairs) / len(kind.sites)
+    found = beside_one(step, with_kind(step, kind), case, one)
+    return found | {"gain_us": round(found["gain_us"] / len(kind.sites), 3)}
+
+
+def settled(step: PlannedStep, kinds: Sequence[Kind], gains: dict[str, float], case: Case, one: Replay) -> list[Record]:
+    """Corrects `gains` for what sites of `kinds` do to each other; how those fared that were measured together."""
+    left, found = [kind for kind in kinds if gains[kind.key] > 0], list[Record]()
+    while left and (not found or found[-1]["gain_us"] <= 0):
+        sites = best_of_each_piece(left, gains)
+        made = with_sides(step.alone(step.plan), sites)
+        check_plan(made)
+        found.append({"rows": case.rows, "sites": len(sites), **beside_one(step, made, case, one)})
+        if found[-1]["gain_us"] <= 0:
+            worst = min(left, key=lambda kind: gains[kind.key])
+            gains[worst.key] = round(found[-1]["gain_us"] / len(sites), 3)
+            left.remove(worst)
+    return found
+
+
+def best_of_each_piece(kinds: Sequence[Kind], gains: Mapping[str, float]) -> list[Site]:
+    """As the compiler chooses them."""
+    best: dict[int, Site] = {}
+    for kind in sorted(kinds, key=lambda kind: gains[kind.key]):
+        best |= {site.cone.at: site for site in kind.sites}
+    return [best[at] for at in sorted(best)]
+
+
+def beside_one(step: PlannedStep, plan: Plan, case: Case, one: Replay) -> Record:
+    pairs = in_turn(one, captured(step, plan, case, lanes_for(CudaLanes, step.device)))
+    gain = statistics.median(before - after for before, after in pairs)
     before, after = (statistics.median(each) for each in zip(*pairs, strict=True))
     return {"one_us": round(before, 1), "with_us": round(after, 1), "gain_us": round(gain, 3)}
 
@@ -151,10 +198,10 @@ def in_turn(one: Replay, other: Replay) -> list[tuple[float, float]]:
 
 
 def overview(records: Sequence[Record]) -> Any:
-    gains = ("predicted gain us", "measured gain us")
+    gains = ("predicted gain us", "measured gain us", "kept gain us")
     made = table("site", "source", "rows", "sites", *gains, "one us", "with us", left=2)
     for r in records:
-        told = (r["predicted_us"], r.get("gain_us"), r.get("one_us"), r.get("with_us"))
+        told = (r.get(name) for name in ("predicted_us", "gain_us", "kept_us", "one_us", "with_us"))
         add(made, r["site"], r["source"], r["rows"], r["sites"], *told)
     return made
 
@@ -162,12 +209,14 @@ def overview(records: Sequence[Record]) -> Any:
 def verdict(result: Record) -> list[str]:
     """What was found; the last line is the outcome."""
     records = result["records"]
-    lost = [r for r in records if r.get("gain_us", 1) <= 0]
+    lost = [r for r in records if r.get("kept_us", 1) <= 0]
     wrong = [f"{r['site']} at {r['rows']} rows" for r in records if not r.get("same_bits", True)]
-    told = [f"turned off     {r['site']} at {r['rows']} rows: {-r['gain_us']} us more" for r in lost]
+    told = [f"loses          {r['site']} at {r['rows']} rows: {-r['kept_us']} us more" for r in lost]
     told += [f"other bits     {each}" for each in wrong]
     told += [f"not shown      {each}" for each in result["left_out"]]
     if wrong or not records:
         return [*told, "does not hold: other bits" if wrong else "nothing was shown"]
+    told += [f"together       {r['sites']} sites at {r['rows']} rows: {r['gain_us']} us less"
+             for r in result.get("together", ())]  # fmt: skip
     kept = sum("gain_us" in r for r in records)
     return [*told, f"all holds: {kept} gains are kept" if kept else "all holds: bits alone were compared"]
