@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from v41._compat_trace import young_garbage_alone
 from v41.model_def.buckets import round_up
 from v41.overlap import RUNGS
 from v41.passes.analysis.times import Machine, Times
@@ -52,8 +53,9 @@ class Predicted:
 
 def predicted(plan: Plan) -> Predicted:
     """Finds side streams for `plan`, which has none, and predicts."""
-    made, decisions = assign_streams(plan, RUNGS)
-    return with_times(plan if made is plan else replace(plan, overlapped=made), len(decisions))
+    with young_garbage_alone():
+        made, decisions = assign_streams(plan, RUNGS)
+        return with_times(plan if made is plan else replace(plan, overlapped=made), len(decisions))
 
 
 def with_times(plan: Plan, sites: int) -> Predicted:

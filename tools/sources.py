@@ -1,6 +1,6 @@
 """sources: what MODEL means on the command line, and the Run of it.
 
-tiny, bench, flash      a preset, on tensors without storage
+tiny, bench, flash      a preset, on tensors without storage; flash/ is a folder of that name
 FOLDER                  of a released checkpoint: its config.json alone is read, no weights
 FOLDER or FILE          what `v41 capture` wrote, or, for what passes did, `v41 inspect --json`
 MODULE:FUNCTION         a function of yours, without arguments, that returns (model, inputs); imported from here
@@ -62,6 +62,9 @@ def run_named(arguments: Namespace, *, changes: bool = False) -> Run:
 
 
 def is_run(name: str) -> bool:
+    """Whether `name` is a saved run. The name of a preset is that, whatever lies here; flash/ is a folder."""
+    if name in PRESETS:
+        return False
     return os.path.isfile(os.path.join(name, MAIN))  # which answers for any text, one too long for a path as well
 
 

@@ -304,6 +304,17 @@ def test_a_checkpoint_folder_is_its_config(tmp_path: Path, monkeypatch: pytest.M
     assert built == [first_layers(config, 2)] and model.name == f"checkpoint {tmp_path.name}, 2 layers"
 
 
+def test_a_preset_is_no_folder_of_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is called like a preset does not hide it, and is read where it is named as a folder."""
+    shutil.copytree(folder, tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    assert sources.model_named("tiny").name == "preset tiny"
+    assert main(["partition", "tiny/", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["source"] == load(folder).source
+
+
 def test_every_file_says_its_schema(folder: Path) -> None:
     assert {json.loads(path.read_text())["schema"] for path in folder.iterdir()} == {run_folder.SCHEMA}
 
