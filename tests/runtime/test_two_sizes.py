@@ -6,6 +6,8 @@ holds, whichever came first.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from tests.cpu_graphs import CpuGraphs
 from tests.runtime.test_replay import W, piece
+from v41.model_def.buckets import Buckets, round_up
 from v41.plan import Plan
 from v41.report import Captures
 from v41.runtime.executor import executor
@@ -69,10 +72,10 @@ ARTIFACTS: dict[str, Any] = {
 class Pair:
     """The same steps captured and uncaptured, each on a ring of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan = PLAN, slots: int = 9) -> None:
         self.graphs, self.log = CpuGraphs(), Captures()
-        self.captured, self.plain = Replayer(PLAN, ARTIFACTS, self.graphs, self.log), executor(PLAN, ARTIFACTS)
-        self.rings = [torch.ones(9, 4) for _ in range(2)]
+        self.captured, self.plain = Replayer(plan, ARTIFACTS, self.graphs, self.log), executor(plan, ARTIFACTS)
+        self.rings = [torch.ones(slots, 4) for _ in range(2)]
         self.results: list[Any] = []
         self.draw = torch.Generator().manual_seed(0)
 
@@ -122,6 +125,28 @@ def test_graphs_of_a_size_serve_steps_of_any_other() -> None:
         ]
     )
     assert not pair.log.dropped and not pair.log.uncaptured
+
+
+LATE = (*range(128, 2049, 128), *range(2304, 4097, 256), *range(4608, 8193, 512))  # of thousands an eighth is too much
+
+
+@torch.no_grad()
+def test_every_rung_of_late_rows_is_captured_and_serves_all_steps_below_it() -> None:
+    """Of the ladders that a batch is padded to: no rung below the last is too large, too small or not known here."""
+    ladders = Buckets()
+    buckets = {size: ladders.ladder(size) or () for size in ("rows", "last 4")}
+    pair = Pair(replace(PLAN, buckets=buckets, whole=ladders.whole), slots=8192)
+    assert {rung for rung in buckets["last 4"] if rung > ladders.decode[-1]} == set(LATE[2:])
+    for below, most in pairwise((1, *LATE)):
+        for kept in (below + 1, most - 1, most):  # warms up, is captured, is replayed
+            padded = round_up(kept, (1, *ladders.kept))
+            assert padded == most
+            pair.results.clear()
+            pair.step(8192, padded)
+    assert pair.log.captured[:2] == ["rows=8192 segment_0", "last 4=128 segment_2"]
+    late = [f"last 4={most} segment_{i}" for most in LATE for i in (2, 5)]
+    assert [name for name in pair.log.captured if name.startswith("last")] == late
+    assert not (pair.log.errors or pair.log.dropped or pair.log.uncaptured)
 
 
 @torch.no_grad()
