@@ -9,8 +9,9 @@
 What a pass needs runs before it. A later pass of one's own may replace regions by what it has for them, a custom
 operator say: `inductor_pass(fold_sinkhorn, call_my_kernel)`. What stays of them is inlined, since Inductor fuses
 nothing across the border of a subgraph. A graph that breaks under a pass is restored, as in v41's own pipeline. Passes
-that serve kernels of v41's (`Pass.serves`: restrict_index_scores, take_in_combine) do nothing here, as in its own
-pipeline where no kernel is generated.
+that serve kernels (`Pass.serves`: restrict_index_scores, take_in_combine) run here whether such a kernel is there or
+not: who names one has something for what it makes, or wants the graph as it is then. The latter takes sums over ranks
+that stand in front of norms or boundaries, so outline_norm_quantise or outline_mhc is named before it.
 
 Decisions come as reports: `with v41.collect() as reports` around the first call. A graph that Inductor took from its
 cache has none, for then no pass ran.
@@ -28,6 +29,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -88,7 +90,7 @@ def in_order(passes: Sequence[PassFunction | Pass]) -> tuple[Pass, ...]:
         for need in each.needs:
             if need not in found:
                 add(need)
-        found.setdefault(each.run, each)
+        found.setdefault(each.run, replace(each, serves=None))  # asked for by name, whoever lowers its regions
 
     for given in passes:
         add(given)

@@ -8,6 +8,7 @@ product, does not matter. What is done with scores is in index_choice.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,7 +64,9 @@ class Scored:
         queries, keys, rows = set[Node](), set[Node](), set[Node]()
         for start in self.rectified:
             pair = [walk(each, _same_numbers) for each in product_of(start) or ()]
-            holds = [known_equal(shape(each)[-2], self.entry_count) if len(shape(each)) > 1 else False for each in pair]
+            holds = [self._entry_axis(each) == len(shape(each)) - 2 for each in pair]
+            if not any(holds):  # what decodes keys may end on groups of channels, which a view joins
+                holds = [self._entry_axis(each) is not None for each in pair]
             if sum(holds) != 1:
                 return None
             query, row = _through_rows(pair[holds.index(False)])
@@ -72,14 +75,27 @@ class Scored:
             rows.update(row)
         return queries, keys, rows
 
+    def _entry_axis(self, keys: Node) -> int | None:
+        """The last axis that counts entries; behind it are channels."""
+        sizes = shape(keys)
+        return next((i for i in reversed(range(len(sizes) - 1)) if known_equal(sizes[i], self.entry_count)), None)
+
     @cached_property
     def query(self) -> Node | None:
         return only(self._factors[0]) if self._factors else None
 
     @cached_property
     def keys(self) -> Node | None:
-        """Decoded, [R, E, d] or [E, d]."""
+        """Decoded, [R, E, d] or [E, d]; d may lie in several axes."""
         return only(self._factors[1]) if self._factors else None
+
+    @property
+    def width(self) -> int | SymInt:
+        """d, the channels of a key."""
+        assert self.keys is not None
+        axis = self._entry_axis(self.keys)
+        assert axis is not None
+        return math.prod(shape(self.keys)[axis + 1 :])
 
     @cached_property
     def _weights(self) -> tuple[set[Node], set[Node]]:
@@ -148,7 +164,9 @@ class Scored:
 
     def _score(self, drawn: Mapping[Node, Tensor]) -> Tensor:
         assert self.query is not None and self.keys is not None and self.weights is not None
-        q, k, w = drawn[self.query], drawn[self.keys], drawn[self.weights]
+        axis = self._entry_axis(self.keys)
+        assert axis is not None
+        q, k, w = drawn[self.query], drawn[self.keys].flatten(axis + 1), drawn[self.weights]
         if self.rows is not None:
             q, w = q[drawn[self.rows]], w[drawn[self.rows]]
         scores = torch.einsum("...qh,...qhe->...qe", w, torch.einsum("...qhd,...ed->...qhe", q, k).relu())
@@ -182,7 +200,7 @@ class Scored:
         """Whether the keys are what MXFP4 records say."""
         assert self.keys is not None
         with outside_fake_mode():
-            width = shape(self.keys)[-1]
+            width = self.width
             if not isinstance(width, int) or width % GROUP or shape(records)[-1] != width // 2 + width // GROUP:
                 return False
             sizes = [size_with(size, ROWS) for size in shape(records)]
@@ -194,7 +212,7 @@ class Scored:
                 found = evaluate(self.run([records], self.keys), {records: record}, self.keys, keep_types=True)
             except FAILURES:
                 return False
-            return torch.equal(found.float(), decoded(record, width))
+            return torch.equal(found.float().flatten(), decoded(record, width).flatten())
 
     @property
     def records(self) -> Node | None:

@@ -224,7 +224,7 @@ def attributes(site: Site) -> dict[str, Any]:
     return {
         "role": site.role,
         "heads": shape(parts.weights)[-1],  # type: ignore[arg-type]
-        "width": shape(parts.keys)[-1],  # type: ignore[arg-type]
+        "width": parts.width,
         "scale": parts.scale,
         "record": None if parts.records is None else "mxfp4",  # None: keys enter as numbers
         "record_bytes": None if parts.records is None else shape(parts.records)[-1],

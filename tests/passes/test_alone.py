@@ -21,8 +21,10 @@ from torch.fx import GraphModule
 
 import v41
 from tests.passes.test_drop_lone_collectives import all_reduced, alone
+from tests.passes.test_restrict_index_scores import marked, steps
 from tests.strategies import (
     attention,
+    combines,
     compressors,
     engrams,
     experts,
@@ -34,15 +36,21 @@ from tests.strategies import (
     reduced,
 )
 from tests.strategies.ranks import ranks
+from tests.strategies.restricted_scores import pair
 from tests.strategies.whole_programs import inputs_of
 from v41.passes.alone import in_order, inductor_pass, key_of, sources_of
 from v41.passes.canonicalize import canonicalize
 from v41.passes.drop_lone_collectives import drop_lone_collectives
 from v41.passes.fold_sinkhorn import fold_sinkhorn
+from v41.passes.fuse_all_reduce import fuse_all_reduce
+from v41.passes.outline_experts import outline_experts
 from v41.passes.outline_mhc import outline_mhc
+from v41.passes.outline_norm_quantise import outline_norm_quantise
 from v41.passes.pipeline import PIPELINE, Pass
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
-from v41.regions import inline, regions
+from v41.passes.restrict_index_scores import restrict_index_scores
+from v41.passes.take_in_combine import take_in_combine
+from v41.regions import inline, region_of, regions
 from v41.report import CompileReport, Decision
 
 PRE, POST = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
@@ -170,10 +178,59 @@ def test_sums_over_ranks_are_found_in_inductors_graph_with_the_norms_that_read_t
         every = inductor_pass(*(each.run for each in PIPELINE), verify=True)
         plain, _ = compiled(lambda *given: program.run(*given), *program.tensors())
         ours, (report,) = compiled(lambda *given: program.run(*given), *program.tensors(), **{POST: every})
-    told = {run.name: run.applied for run in report.passes if run.decisions}
+    told = {run.name: run.applied for run in report.passes if run.applied}
     assert told == {"outline_norm_quantise": 2, "fuse_all_reduce": 2}
     assert [run.failure for run in report.passes if run.failure] == []
     assert all(map(torch.equal, ours, plain))
+
+
+@pytest.mark.slow
+def test_an_indexer_scores_its_candidates_alone_in_inductors_graph_in_real_steps() -> None:
+    """Other heads, blocks and picks than V4.1's. One graph for all steps, and in plain ATen: no kernel is there."""
+    both = pair(index_scores.Indexer(heads=3, k=6), index_scores.Indexer(heads=2, chunk=2, k=3))
+    kinds: list[list[Any]] = []
+
+    def look(gm: GraphModule) -> list[Decision]:
+        kinds.append([region_of(call).attrs.get("restricted") for call in regions(gm)])
+        return []
+
+    torch.compiler.reset()
+    restrict = inductor_pass(restrict_index_scores, look, verify=True)
+    ours = torch.compile(both.choose, options={POST: restrict, "fallback_by_default": True})
+    with torch.no_grad(), v41.collect() as reports:
+        for inputs in steps(both):
+            wanted = both.choose(*inputs)
+            found = ours(*marked(both, inputs))
+            assert all(map(torch.equal, found, wanted))
+    (report,) = reports
+    told = {run.name: (run.applied, run.refused) for run in report.passes if run.decisions}
+    assert told == {"outline_index_scores": (2, 0), "restrict_index_scores": (1, 0)}
+    assert [run.failure for run in report.passes if run.failure] == []
+    assert kinds == [[None, True]]
+
+
+@pytest.mark.slow
+def test_a_sum_over_ranks_takes_in_what_experts_add_up_in_inductors_graph() -> None:
+    case = combines.Combine().shaped()
+    rows, held = case.tensors()
+    for row in rows:
+        mark_unbacked(row, 0, shape_id="rows")
+    asked = (outline_experts, outline_norm_quantise, take_in_combine)
+    with ranks(reduced.RANKS):
+        plain, _ = compiled(lambda *given: case.run(*given), *rows, *held)
+        ours, (report,) = compiled(
+            lambda *given: case.run(*given), *rows, *held, **{POST: inductor_pass(*asked, verify=True)}
+        )
+    told = {run.name: (run.applied, run.refused) for run in report.passes if run.decisions}
+    assert told == {each.__name__: (1, 0) for each in (*asked[:2], fuse_all_reduce, take_in_combine)}
+    assert [run.failure for run in report.passes if run.failure] == []
+    assert all(map(torch.equal, ours, plain))
+
+
+def test_a_pass_that_is_named_runs_though_no_kernel_of_ours_is_there() -> None:
+    served = [each.run for each in PIPELINE if each.serves is not None]
+    assert [each.serves for each in in_order(served)] == [None] * len(in_order(served))
+    assert {*served} <= {each.run for each in in_order(served)}
 
 
 def _flat(results: Any) -> list[Tensor]:

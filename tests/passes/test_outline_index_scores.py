@@ -114,6 +114,15 @@ def test_a_mask_that_views_entry_numbers_in_its_own_way_hides_no_reach() -> None
     assert (decision.region.attrs["spread"], decision.region.attrs["reach"]) == (3, CAPACITY - 1)
 
 
+@pytest.mark.parametrize("product", ["einsum", "sum of products"])
+def test_records_that_stay_fp32_where_they_are_decoded_are_keys(product: str) -> None:
+    """By groups of channels, which a view joins, with no cast behind it. Plain Inductor drops that cast on 2.11."""
+    gm = copy_program(traced(Indexer(product, choice="topk", rounded=False), numbers=True))
+    (decision,) = apply(outline_index_scores, gm)
+    assert decision.region is not None, decision
+    assert (decision.region.attrs["record"], decision.region.attrs["width"]) == ("mxfp4", WIDTH)
+
+
 @SLOW
 def test_legal_indexers_fire_and_flawed_ones_do_not() -> None:
     fired: list[bool] = []

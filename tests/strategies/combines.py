@@ -85,6 +85,13 @@ class Combine:
                 return replace(self, sum=Sum("through a view"))
         return replace(self, mixture=mixture, twice=self.twice and self.flaw != "no sum of rows")
 
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What `run` takes: rows, and what has none."""
+        generator = torch.Generator().manual_seed(0)
+        width = self.mixture.width
+        rows = [torch.randn(5, width, generator=generator).bfloat16(), *self.mixture.rows()]
+        return rows, [torch.rand(width, generator=generator).bfloat16(), *self.mixture.weights()]
+
     def program(self) -> GraphModule:
         """With the sum over ranks, and what reads it, as one region."""
         gm, _ = run_pipeline(_traced(self.shaped()), BEFORE, strict=True)
@@ -97,10 +104,7 @@ class Combine:
 
 
 def _traced(case: Combine) -> GraphModule:
-    generator = torch.Generator().manual_seed(0)
-    width = case.mixture.width
-    rows = [torch.randn(5, width, generator=generator).bfloat16(), *case.mixture.rows()]
-    held = [torch.rand(width, generator=generator).bfloat16(), *case.mixture.weights()]
+    rows, held = case.tensors()
     return trace(lambda *given: case.run(*given), *rows, static=held)
 
 

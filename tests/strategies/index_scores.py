@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.strategies.mhc import drawn_like
 from v41.model_def.indexer import ascending_picks, candidate_mask
-from v41.model_def.quantization import MXFP4_RECORD
+from v41.model_def.quantization import GROUP, MXFP4_RECORD, decode_e2m1, power_of_two, unpack_pairs
 from v41.model_def.topk import topk_lowest_index
 
 WIDTH, SLOTS, CAPACITY = 32, 3, 40
@@ -92,6 +92,7 @@ class Indexer:
     ratio: int = 1
     scale: float = 0.5
     records: bool = True
+    rounded: bool = True  # records are decoded to bf16, which holds all they say
     by_entry: bool = False  # candidates come as a mask of entries, not of blocks
     flaw: str = ""
 
@@ -128,7 +129,7 @@ class Indexer:
         entries = (blocks.unsqueeze(-1) * self.block + torch.arange(self.block)).flatten()
         stored = stored ^ SCALES if self.records else stored
         k = stored[slots.clamp(min=0).unsqueeze(-1), entries.clamp(max=CAPACITY - 1)]
-        k = MXFP4_RECORD.decode(k) if self.records else k
+        k = self.decode(k) if self.records else k
         q = q.round()  # products of small integers and records are exact, in whatever order they are summed
         scores, matches = self.score(q[rows], k, (w.float() * self.scale)[rows])
         scores = scores[requests.clamp(min=0), columns.clamp(min=0)]
@@ -150,6 +151,14 @@ class Indexer:
         if self.flaw == "products are returned":
             outputs.append(matches)
         return tuple(outputs)
+
+    def decode(self, record: Tensor) -> Tensor:
+        if self.rounded:
+            return MXFP4_RECORD.decode(record)
+        groups = record.shape[-1] // (MXFP4_RECORD.data_bytes + 1)
+        data, scale = record.split((record.shape[-1] - groups, groups), -1)
+        values = decode_e2m1(unpack_pairs(data)).unflatten(-1, (-1, GROUP))
+        return (values * power_of_two(scale).unsqueeze(-1)).flatten(-2)
 
     def score(self, q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         total = torch.zeros(())
@@ -208,6 +217,7 @@ def legal_indexers(draw: st.DrawFn) -> Indexer:
         ratio=draw(st.sampled_from([1, 2, 4])),
         scale=draw(st.sampled_from([0.5, 0.0625, 1.5])),
         records=draw(st.booleans()),
+        rounded=draw(st.booleans()),
     )
 
 
