@@ -36,7 +36,6 @@ from v41.report import PassRun
 from v41.runtime.executor import Artifact, LanesOf, events_of
 from v41.runtime.streams import CudaLanes
 
-PROVEN = False  # "auto" is "on" once `v41 bench overlap` holds on a GPU
 ROWS = "rows"
 RUNGS = tuple(1 << k for k in range(Buckets().whole[ROWS].bit_length()))  # rows for which side streams are judged
 Compile = Callable[[GraphModule, str], Artifact]  # of the body of a piece with this key
@@ -50,8 +49,8 @@ def wanted(options: Options, device: torch.device, plan: Plan) -> tuple[bool, st
         return False, f"{options.overlap}: the program has no size called {ROWS}"
     if lanes_of(device) is None:
         return False, f"{options.overlap}: no streams on {device.type}"
-    if options.overlap == "auto" and not PROVEN:
-        return False, 'auto: no GPU has run it yet; overlap="on" asks for it'
+    if options.overlap == "auto" and options.capture == "off":
+        return False, 'auto: nothing is captured; overlap="on" takes uncaptured steps too'
     return True, options.overlap if options.overlap == "auto" else "options"
 
 

@@ -31,7 +31,6 @@ from v41.plan import Plan
 from v41.runtime import symmetric
 from v41.runtime.executor import Run
 
-PROVEN = False  # "auto" is "fused" once a whole model has run on several GPUs
 FUSED, LIBRARY = "fused", "library"
 TRIAL = "sums over ranks"
 
@@ -60,8 +59,6 @@ def decided(gm: GraphModule, options: Options, device: torch.device, codegen: Ca
     who = "auto" if options.all_reduce == "auto" else "options"
     if options.all_reduce == LIBRARY:
         return Sums(LIBRARY, who)
-    if options.all_reduce == "auto" and not PROVEN:
-        return Sums(LIBRARY, 'auto: no whole model has run so on GPUs yet; all_reduce="fused" asks for it')
     groups = groups_of(gm)
     if not groups:
         return Sums(LIBRARY, who)

@@ -239,9 +239,18 @@ def test_rungs_are_told_in_runs() -> None:
     assert (overlap.pays_told(made), overlap.pays_told(bare)) == ("1 to 2, 8", "no")
 
 
-def test_it_is_off_unless_asked_for(calls: Calls) -> None:
+def test_captured_steps_have_side_streams_unasked(calls: Calls, graphs: list[CpuGraphs]) -> None:
     fast, weights, (report,) = compiled()
-    assert report.plan is not None and report.plan.overlapped is None and report.options["overlap"][0] == "off"
+    assert report.options["overlap"] == ("on", f"auto; 1 of 1 sites (1 {JUDGED}), at 1 to 8 rows")
+    for _ in range(3):
+        check_bits(fast, weights, 4)
+    assert calls.count("switch 1") == 2
+
+
+def test_uncaptured_steps_have_none_unless_asked_for(calls: Calls) -> None:
+    fast, weights, (report,) = compiled(capture="off")
+    assert report.plan is not None and report.plan.overlapped is None
+    assert report.options["overlap"] == ("off", 'auto: nothing is captured; overlap="on" takes uncaptured steps too')
     check_bits(fast, weights, 4)
     assert not calls
 

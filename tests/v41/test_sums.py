@@ -157,15 +157,24 @@ def test_without_shared_memory_collectives_stay_and_the_report_says_why(machine:
     assert len(machine.tried) == 1, "a vote is held once, whatever it says"
 
 
-@pytest.mark.parametrize("options", [{}, {"all_reduce": "library"}, {"all_reduce": "fused", "codegen": "eager"}])
-def test_nobody_votes_unasked(machine: Machine, options: dict[str, Any]) -> None:
+def test_kernels_add_up_unasked_where_all_ranks_can(machine: Machine) -> None:
+    results, report, _ = step(cache=False)
+    check_results(results)
+    assert report.options["all-reduce"] == ("2 in kernels", "auto") and machine.launched
+
+
+@pytest.mark.parametrize(
+    "options", [{"codegen": "eager"}, {"all_reduce": "library"}, {"all_reduce": "fused", "codegen": "eager"}]
+)
+def test_nobody_votes_where_nothing_comes_of_it(machine: Machine, options: dict[str, Any]) -> None:
     results, report, _ = step(cache=False, **options)
     check_results(results)
     assert borders(report) == 0 and not machine.made and not machine.tried and not machine.launched
     how, who = report.options["all-reduce"]
     assert str(how).startswith("2 as they are")
-    told = {"": "auto", "library": "options", "fused": "options: no kernel adds up over ranks with codegen eager"}
-    assert who.startswith(told[options.get("all_reduce", "")])
+    none = "no kernel adds up over ranks with codegen eager"
+    told = {"auto": f"auto: {none}", "library": "options", "fused": f"options: {none}"}
+    assert who == told[options.get("all_reduce", "auto")]
 
 
 def test_a_program_without_sums_asks_nobody(machine: Machine) -> None:
