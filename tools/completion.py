@@ -2,7 +2,8 @@
 
     eval "$(v41 completion bash)"      also zsh; `v41 completion fish | source`
 
-Made of the parser itself, so it knows every command and option that there is. Files are completed where none fits.
+Made of the parser itself, so it knows every command, every option and what an option takes where that is one of a few
+words. Presets are offered where a model is named; files are completed where nothing fits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 SHELLS = ("bash", "zsh", "fish")
+MODELS = ("tiny", "bench", "flash")  # named here, for all that knows presets imports torch
+Words = dict[tuple[str, ...], dict[str, str]]
+Values = dict[tuple[str, ...], dict[str, list[str]]]
 
 
 def completion_command(arguments: Namespace) -> int:
@@ -22,13 +26,26 @@ def completion_command(arguments: Namespace) -> int:
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    found = commands(parser)
-    return "\n".join(fish(found) if shell == "fish" else [*zsh(shell), *bash(found)])
+    found, taken = commands(parser), values(parser)
+    return "\n".join(fish(found, taken) if shell == "fish" else [*zsh(shell), *bash(found, taken)])
 
 
-def commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], dict[str, str]]:
+def values(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Values:
+    """Words typed so far -> option -> the words that it takes, of options that take one of a few."""
+    found: Values = {path: {}}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                found |= values(inner, (*path, name))
+        words = MODELS if action.dest == "model" else action.choices
+        if words is not None:
+            found[path] |= {option: [*map(str, words)] for option in action.option_strings}
+    return found
+
+
+def commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Words:
     """Words typed so far -> words that may follow, with what they say."""
-    found: dict[tuple[str, ...], dict[str, str]] = {path: {}}
+    found: Words = {path: {}}
     for action in parser._actions:
         shown = action.help if action.help not in (None, argparse.SUPPRESS) else ""
         if isinstance(action, argparse._SubParsersAction):
@@ -38,10 +55,12 @@ def commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> dic
                 found |= commands(inner, (*path, name))
         for word in (*action.option_strings, *(map(str, action.choices or ()) if not action.option_strings else ())):
             found[path].setdefault(word, str(shown))
+        if action.dest == "model" and not action.option_strings:
+            found[path] |= dict.fromkeys(MODELS, "a preset")
     return found
 
 
-def bash(found: dict[tuple[str, ...], dict[str, str]]) -> Iterator[str]:
+def bash(found: Words, taken: Values) -> Iterator[str]:
     yield "_v41() {"
     yield '  local word="${COMP_WORDS[COMP_CWORD]}" path="${COMP_WORDS[1]}" words'
     yield '  [[ "$path" == bench && COMP_CWORD -gt 2 ]] && path="bench ${COMP_WORDS[2]}"'
@@ -50,6 +69,11 @@ def bash(found: dict[tuple[str, ...], dict[str, str]]) -> Iterator[str]:
     yield '  case "$path" in'
     for path, words in found.items():
         yield f'    "{" ".join(path)}") words="{" ".join(words)}" ;;'
+    yield "  esac"
+    yield '  case "$path ${COMP_WORDS[COMP_CWORD-1]}" in'
+    for path, options in taken.items():
+        for option, words in options.items():
+            yield f'    "{" ".join((*path, option))}") words="{" ".join(words)}" ;;'
     yield "  esac"
     yield '  COMPREPLY=($(compgen -W "$words" -- "$word"))'
     yield "}"
@@ -61,14 +85,15 @@ def zsh(shell: str) -> list[str]:
     return ["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []
 
 
-def fish(found: dict[tuple[str, ...], dict[str, str]]) -> Iterator[str]:
+def fish(found: Words, taken: Values) -> Iterator[str]:
     for path, words in found.items():
         if len(path) > 1:
             continue
         when = f"__fish_seen_subcommand_from {path[0]}" if path else "__fish_use_subcommand"
         for word, told in words.items():
             said = told.replace("'", "").replace("%%", "%")
-            yield f"complete -c v41 -n '{when}' {_flag(word)} -d '{said}'"
+            takes = f" -x -a '{' '.join(taken[path][word])}'" if word in taken[path] else ""
+            yield f"complete -c v41 -n '{when}' {_flag(word)}{takes} -d '{said}'"
 
 
 def _flag(word: str) -> str:

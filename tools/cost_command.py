@@ -1,7 +1,7 @@
 """`v41 cost --tokens 1,128,4096`: bytes, operations and launches of a step, by kind of region, and the least time they
 take on a GPU.
 
-    decode of 16 at 4096 tokens on H200: rows = 16, requests = 16, longest = 1, ...
+    decode of 16 at 4096 tokens: rows = 16, requests = 16, longest = 1, ...; on H200
     part               launches     MB  GFLOP  flop/B  us, least     by  MB apart  apart
     mhc_boundary seam        77    177   1.42    8.02       36.9  bytes      2090  12012
     products                241  18400    588    31.9       3835  bytes     18400    241
@@ -98,7 +98,7 @@ def unknown(work: Sequence[WorkFacts]) -> tuple[str, ...]:
 def show(console: Console, run: Run, steps: Sequence[Step], gpu: GPU) -> None:
     found = [(heading(same), totals(run.work, same[0], gpu)) for same in alike(steps)]  # all, before a line is printed
     for head, parts in found:
-        say(console, f"{head} on {gpu.name}", "bold")
+        say(console, f"{head}; on {gpu.name}", "bold")
         console.print(costs_table(parts, gpu))
         console.print()
     for line in remarks(run, gpu):

@@ -43,7 +43,7 @@ from v41.tools.sources import run_named
 from v41.tools.streams_view import beside_by_layer, streams_table, streams_values, used
 from v41.tools.tables import add, counted, say, table
 
-STREAMS = 'where overlap="on" is asked for, or "auto" finds it proven; predicted, of the most of these rows'
+STREAMS = 'with overlap="on"; times are predicted, of the most of these rows'
 
 
 def inspect_command(arguments: Namespace) -> int:
@@ -126,9 +126,10 @@ def show_inspection(console: Console, run: Run) -> None:
     console.print()
     console.print(artifacts_table(run.plan))
     console.print()
-    console.print(streams_table(plans))
-    say(console, f"streams   {STREAMS}")
-    console.print()
+    if (made := streams_table(plans)) is not None:
+        console.print(made)
+        say(console, f"streams   {STREAMS}")
+        console.print()
     show(console, [run.report])
     console.print()
     console.print(regions_table(regions_found(run.report.passes), run.by_config))

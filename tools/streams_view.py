@@ -5,7 +5,7 @@
     32 to 256                    1     490       -       -              3895  3895
 
 A piece runs beside where a pass found that it has slack (assign_streams). Its layer is that of the piece it was cut
-from. Other steps run on one stream.
+from. Other steps run on one stream, as does a program that knows no rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
-from v41.overlap import RUNGS
+from v41.overlap import ROWS, RUNGS
 from v41.plan import Plan
 from v41.tools.predicted import Predicted
 from v41.tools.run import Run
@@ -41,8 +41,10 @@ class Used:
 
 
 def used(found: Predicted) -> list[Used]:
-    """The plans of decode steps by rows, in order."""
-    made = []
+    """The plans of decode steps by rows, in order; none of a program without a size of that name."""
+    made: list[Used] = []
+    if ROWS not in found.plan.sizes.values():
+        return made
     for _, same in groupby(RUNGS, key=lambda rows: id(found.at(rows))):
         rows = tuple(same)
         plan, most = found.at(rows[0]), rows[-1]
@@ -51,19 +53,21 @@ def used(found: Predicted) -> list[Used]:
     return made
 
 
-def streams_table(plans: list[Used]) -> Table:
+def streams_table(plans: list[Used]) -> Table | None:
+    """None where there are no such steps."""
     made = table("rows of a decode step", "streams", "pieces", "beside", "events", "us on one stream", "us")
     for each in plans:
         rows = f"{each.rows[0]} to {each.rows[-1]}" if len(each.rows) > 1 else str(each.rows[0])
         streams = len({piece.stream for piece in each.plan.pieces})
         add(made, rows, streams, len(each.plan.pieces), len(each.beside) or None, len(each.plan.events) or None,
             each.one_stream_us, each.us)  # fmt: skip
-    return made
+    return made if plans else None
 
 
 def beside_by_layer(run: Run, plans: list[Used]) -> Counter[int | None]:
     """How many pieces of each layer run beside in decode steps of one row."""
-    return Counter(run.layer_of.get(name.removesuffix("_side")) for name in plans[0].beside)
+    names = plans[0].beside if plans else []
+    return Counter(run.layer_of.get(name.removesuffix("_side")) for name in names)
 
 
 def streams_values(plans: list[Used]) -> list[dict[str, Any]]:

@@ -131,7 +131,7 @@ def test_the_command_says_the_same_as_json(tmp_path: Path, capsys: pytest.Captur
     command = ["cost", str(tmp_path / "run"), "--tokens", "1,4096", "--gpu", "B200"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "4096 rows: rows = 4096 on B200" in out and "estimated from shapes, not measured" in out
+    assert "4096 rows: rows = 4096; on B200" in out and "estimated from shapes, not measured" in out
     assert "NVIDIA HGX B200 data sheet" in out and all(len(line) <= 100 for line in out.splitlines()[:7])
     assert main([*command, "--json", "--strict"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -148,7 +148,7 @@ def test_of_a_program_without_a_size_that_changes_one_table_is_printed(capsys: p
     steps = [Step(f"{rows} rows", {}, {}) for rows in (1, 128, 4096)]
     show(Console(width=100), bare, steps, H200)
     out = capsys.readouterr().out
-    assert out.count("us, least") == 1 and "every step, since no size of this program changes on H200" in out
+    assert out.count("us, least") == 1 and "every step, since no size of this program changes; on H200" in out
     show(Console(width=100), run, [step(1), step(4096), step(4096)], H200)
     assert capsys.readouterr().out.count("us, least") == 2
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from v41.errors import UnknownPass
+from v41.model_def.config import PRESETS
 from v41.passes.pipeline import PIPELINE
 from v41.report import PassRun
 from v41.tools import cost_command
 from v41.tools.cli import COMMANDS, main, parser
-from v41.tools.completion import SHELLS, commands, script
+from v41.tools.completion import MODELS, SHELLS, commands, script
 from v41.tools.nearest import choices, nearest
 from v41.tools.parser import EXAMPLES
 from v41.tools.pass_runs import pass_named
@@ -88,6 +89,7 @@ def test_completion_knows_every_command_and_option() -> None:
     assert found[()].keys() >= {*COMMANDS, "bench", "--help"}
     assert found["cost",].keys() >= {"--tokens", "--gpu", "--json", "-m"}
     assert found["bench", "rowwise"].keys() >= {"--cases", "check", "tune"}
+    assert {*MODELS} == {*PRESETS}
     for shell in SHELLS:
         text = script(parser(), shell)
         assert all(command in text for command in COMMANDS)
@@ -97,7 +99,9 @@ def test_completion_knows_every_command_and_option() -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [("v41 ex", ["explain"]), ("v41 cost --to", ["--tokens"]), ("v41 bench row", ["rowwise"]),
-     ("v41 bench rowwise --c", ["--cases", "--contenders"]), ("v41 completion f", ["fish"])],
+     ("v41 bench rowwise --c", ["--cases", "--contenders"]), ("v41 completion f", ["fish"]),
+     ("v41 kernels run/ --arch sm_9", ["sm_90"]), ("v41 inspect fl", ["flash"]), ("v41 cost -m t", ["tiny"]),
+     ("v41 capture flash --all-reduce f", ["fused"])],
 )  # fmt: skip
 def test_bash_completes(typed: str, offered: list[str], tmp_path: Path) -> None:
     (tmp_path / "completion").write_text(script(parser(), "bash"))

@@ -74,6 +74,12 @@ def test_a_program_without_slack_has_one_stream() -> None:
     assert only.rows == RUNGS and only.us == only.one_stream_us and not only.beside
 
 
+def test_a_program_that_knows_no_rows_has_no_decode_steps() -> None:
+    made = planned(program(["seam", "seam"]))
+    assert used(predicted(replace(made, sizes={}))) == [] and streams_table([]) is None
+    assert not beside_by_layer(run_with_sides(), [])
+
+
 def test_the_page_draws_each_stream_within_its_width() -> None:
     made = lanes(run_with_sides(), 4)
     assert len(made) == 2 and len(made[1]) == 1
