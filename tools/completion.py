@@ -72,8 +72,8 @@ def bash(found: Words, taken: Values) -> Iterator[str]:
     yield "  esac"
     yield '  case "$path ${COMP_WORDS[COMP_CWORD-1]}" in'
     for path, options in taken.items():
-        for option, words in options.items():
-            yield f'    "{" ".join((*path, option))}") words="{" ".join(words)}" ;;'
+        for option, some in options.items():
+            yield f'    "{" ".join((*path, option))}") words="{" ".join(some)}" ;;'
     yield "  esac"
     yield '  COMPREPLY=($(compgen -W "$words" -- "$word"))'
     yield "}"
