@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,9 +81,19 @@ def told_of(arguments: Namespace, console: Console, *, changes: bool = False) ->
         pass_named([*(idle(each.name) for each in PIPELINE), *map(idle, PLAN_PASSES)], name)
     found = told_by(run_named(arguments, changes=changes), changes=changes)
     if name in PLAN_PASSES and all(run.name != name for run in found.runs):
-        found = replace(found, runs=[*found.runs, idle(name)])  # a plan passes them by where nothing is of their kind
+        found = replace(found, runs=[*found.runs, of_plan(name, found.run)])
     pass_named(found.runs, name)
     return found
+
+
+def of_plan(name: str, run: Run | None) -> PassRun:
+    """What a pass over plans did that the report is silent of: it found nothing of its kind, or it was asked alone."""
+    if name != "assign_streams" or run is None:
+        return idle(name)
+    start = time.perf_counter()
+    found = run.predicted
+    before, after = (sum(piece.nodes for piece in plan.pieces) for plan in (found.plan, found.at(1)))
+    return PassRun(name, list(found.judged), before, after, (time.perf_counter() - start) * 1e3)
 
 
 def idle(name: str) -> PassRun:

@@ -10,7 +10,7 @@ streams are judged at powers of two of rows, and the next above counts; larger s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from v41._compat_trace import young_garbage_alone
@@ -19,6 +19,7 @@ from v41.overlap import RUNGS
 from v41.passes.analysis.times import Machine, Times
 from v41.passes.assign_streams import assign_streams
 from v41.plan import Plan
+from v41.report import Decision
 from v41.tools.formulas import evaluate
 
 
@@ -35,11 +36,11 @@ class PieceTime:
 
 @dataclass(frozen=True)
 class Predicted:
-    """plan: with those that have side streams. times: of all their pieces, by key. sites: of work with slack."""
+    """plan: with those that have side streams. times: of all their pieces, by key. judged: each site with slack."""
 
     plan: Plan
     times: Mapping[str, PieceTime]
-    sites: int
+    judged: Sequence[Decision]
 
     def at(self, rows: int) -> Plan:
         """The plan that is used for a decode step of `rows`."""
@@ -55,11 +56,11 @@ def predicted(plan: Plan) -> Predicted:
     """Finds side streams for `plan`, which has none, and predicts."""
     with young_garbage_alone():
         made, decisions = assign_streams(plan, RUNGS)
-        return with_times(plan if made is plan else replace(plan, overlapped=made), len(decisions))
+        return with_times(plan if made is plan else replace(plan, overlapped=made), decisions)
 
 
-def with_times(plan: Plan, sites: int) -> Predicted:
+def with_times(plan: Plan, judged: Sequence[Decision]) -> Predicted:
     """Predicts how long pieces of `plan` take, and of those with side streams that it holds."""
     reckoned = Times(plan.sizes)
     works = {piece.key: reckoned.piece(piece) for each in (plan, *plan.sides) for piece in each.pieces}
-    return Predicted(plan, {key: PieceTime(work.fixed_us, work.formula) for key, work in works.items()}, sites)
+    return Predicted(plan, {key: PieceTime(work.fixed_us, work.formula) for key, work in works.items()}, judged)

@@ -34,9 +34,9 @@ from v41.tools.json_output import schema
 from v41.tools.kernels import KernelFacts, LaunchFacts
 from v41.tools.nodes import NodeFacts, WorkFacts
 from v41.tools.predicted import PieceTime, Predicted
-from v41.tools.report_view import as_json, pass_values
+from v41.tools.report_view import as_json, decision_values, pass_values
 from v41.tools.run import Run
-from v41.tools.saved_passes import run_from
+from v41.tools.saved_passes import decision_from, run_from
 from v41.tools.shaped import check
 from v41.tools.wiring import wiring
 
@@ -305,14 +305,15 @@ def kernels_from(facts: dict[str, Any], plan: Plan) -> list[KernelFacts]:
 def streams_values(found: Predicted) -> dict[str, Any]:
     """The plans with side streams, and how long pieces take; the plan itself has a file of its own."""
     sides = found.plan.overlapped and json.loads(found.plan.overlapped.to_json())
-    return {"sides": sides, "times": {key: asdict(time) for key, time in found.times.items()}, "sites": found.sites}
+    times = {key: asdict(time) for key, time in found.times.items()}
+    return {"sides": sides, "times": times, "judged": [decision_values(each) for each in found.judged]}
 
 
 def streams_from(facts: dict[str, Any], plan: Plan) -> Predicted:
     sides = facts["sides"] and Plan.from_json(json.dumps(facts["sides"]))
     whole = replace(plan, overlapped=sides or None)
     times: dict[str, PieceTime] = {key: _made(PieceTime, each) for key, each in facts["times"].items()}
-    made = Predicted(whole, times, int(facts["sites"]))
+    made = Predicted(whole, times, [decision_from(each) for each in facts["judged"]])
     check(made)
     check_plan(whole)
     _formulas((time.moved for time in times.values()), ["rows"])

@@ -72,8 +72,8 @@ def measured(config: V41Config, rows: int, context: int, device: str) -> tuple[P
     (case,) = prepare(model, [rows], [], context)
     step, report = step_of(model, case.batch, case.cache, [rows])
     made = step.sides_at(rows) or step.plan
-    sites = sum(len(run.decisions) for run in report.passes if run.name == "assign_streams")
-    return with_times(step.plan, sites), made, measured_schedule(step, made, lanes_of(step.device))
+    judged = [each for run in report.passes if run.name == "assign_streams" for each in run.decisions]
+    return with_times(step.plan, judged), made, measured_schedule(step, made, lanes_of(step.device))
 
 
 def show(
@@ -92,7 +92,7 @@ def show(
     slots, alone = (schedule(each, found.us(each, rows)) for each in (made, plan))
     facts: dict[str, Any] = {
         "source": source, "rows": rows, "one_stream_us": round(length(plan, alone), 1),
-        "side_streams_us": round(length(made, slots), 1), "events": len(made.events), "sites": found.sites,
+        "side_streams_us": round(length(made, slots), 1), "events": len(made.events), "sites": len(found.judged),
         "applied": sum(piece.stream != 0 for piece in made.pieces),
     }  # fmt: skip
     if ran is not None:

@@ -66,11 +66,23 @@ def lines(run: PassRun, sites: Sequence[Decision]) -> Iterator[str]:
             made = f", as a region {decision.region.kind}" if decision.region is not None else ""
             yield f"{decision.node} is applied by {run.name}{made}"
             yield f"  site       {decision.source}"
+            yield from times_lines(decision, all_rows=len(sites) == 1)
             continue
         yield f'{decision.node} is refused by {run.name}: "{decision.rule}"'
         yield f"  site       {decision.source}"
         yield f"  broken by  {decision.culprit}  {decision.culprit_source or 'unknown'}"
+        yield from times_lines(decision, all_rows=len(sites) == 1)
         yield f"  hint       {hint(decision)}"
+
+
+def times_lines(decision: Decision, *, all_rows: bool) -> Iterator[str]:
+    """By what times a site was judged, at the fewest and at the most rows or at all that it was judged at."""
+    known = decision.times or {}
+    times = {name: known[name] for name in known if name != "gain"}  # which is one of the others
+    judged_at = sorted({rows for each in times.values() for rows in each})
+    for rows in judged_at if all_rows else dict.fromkeys((*judged_at[:1], *judged_at[-1:])):
+        told = ", ".join(f"{name} {each[rows]:.1f}" for name, each in times.items() if rows in each)
+        yield f"  {f'{rows} rows':<9}  {told} us"
 
 
 def near_lines(near: NearMiss | None) -> Iterator[str]:

@@ -31,9 +31,11 @@ from v41.tools.cli import main
 from v41.tools.measured_schedule import Measured, measured_schedule, schedule_of
 from v41.tools.planned_step import PlannedStep
 from v41.tools.predicted import Predicted, predicted, with_times
-from v41.tools.run_folder import save
+from v41.tools.run import Run
+from v41.tools.run_folder import load, save
 from v41.tools.timeline import Slot, beside, length, schedule, schedule_table, trace
 from v41.tools.timeline_command import show
+from v41.tools.why_not import times_lines
 
 PIECES = "critical: x -> s h,", "cone@1: s -> pre,", "attend: h -> y,", "mix: s y pre -> out,"
 STEP = synchronise(plan("x", "out", *PIECES))
@@ -142,7 +144,7 @@ def sided() -> Predicted:
     """Of a program whose side work pays up to 8 rows."""
     made = planned(program(["keep", "seam", "seam", "seam", "use", "seam"]))
     sides, decisions = assign_streams(made, RUNGS, lambda body, rows: by_nodes(body, rows) if rows < 9 else 5)
-    return with_times(replace(made, overlapped=sides), len(decisions))
+    return with_times(replace(made, overlapped=sides), decisions)
 
 
 def test_the_plan_that_is_used_is_that_of_the_next_rung() -> None:
@@ -153,7 +155,7 @@ def test_the_plan_that_is_used_is_that_of_the_next_rung() -> None:
     assert found.at(9) is found.at(RUNGS[-1] + 1) is found.plan
     assert found.us(side, 10**18).keys() == {piece.name for piece in side.pieces}
     none = predicted(planned(program(["seam", "seam"])))
-    assert (none.plan.sides, none.sites) == ((), 0) and none.at(4) is none.plan
+    assert (none.plan.sides, none.judged) == ((), []) and none.at(4) is none.plan
 
 
 def test_what_a_piece_takes_is_what_the_passes_reckon_with() -> None:
@@ -165,13 +167,39 @@ def test_what_a_piece_takes_is_what_the_passes_reckon_with() -> None:
             assert us == {piece.name: pytest.approx(reckoned.piece(piece).us(rows), rel=1e-6) for piece in each.pieces}
 
 
-def test_the_timeline_of_a_saved_run_is_that_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Side streams as well, without a graph. What would change nothing is refused."""
-    found = sided()
+def run_with(found: Predicted) -> Run:
     plan = replace(found.plan, overlapped=None)
     report = replace(run_of_balanced().report, plan=plan)
     parts = {**run_of_balanced().parts, "nodes": list, "work": list, "predicted": lambda: found}
-    run = replace(run_of_balanced(), report=report, layers=[], parameters={}, parts=parts)
+    return replace(run_of_balanced(), report=report, layers=[], parameters={}, parts=parts)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_saved_run_says_why_a_site_has_no_stream_and_by_what_times(
+    pays: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = sided()
+    if not pays:
+        plan = replace(found.plan, overlapped=None)
+        found = with_times(plan, assign_streams(plan, RUNGS, lambda body, rows: 5.0)[1])
+    save(run_with(found), tmp_path / "run")
+    assert list(load(tmp_path / "run").predicted.judged) == list(found.judged)
+    (site,) = found.judged
+    assert main(["why-not", "assign_streams", *([site.node] if pays else []), "--run", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith(f"{site.node} is {'applied' if pays else 'refused'} by assign_streams")
+    times = [line for line in told if line.endswith(" us")]
+    assert len(times) == len(RUNGS) and times[0].split()[:4] == ["1", "rows", "slack", f"{site.times['slack'][1]:.1f},"]
+    assert all("own " in line and "predicted gain " in line and "measured gain " in line for line in times)
+    assert main(["why-not", "assign_streams", "--run", str(tmp_path / "run"), "--strict"]) == int(not pays)
+    ends = list(times_lines(site, all_rows=False))
+    assert [line.split()[0] for line in ends] == ["1", str(RUNGS[-1])]
+
+
+def test_the_timeline_of_a_saved_run_is_that_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Side streams as well, without a graph. What would change nothing is refused."""
+    found = sided()
+    run = run_with(found)
     save(run, tmp_path / "run")
     assert main(["timeline", str(tmp_path / "run"), "--rows", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
