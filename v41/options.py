@@ -28,11 +28,11 @@ class Options:
     `strict`: raise where a pass fails or breaks an invariant, rather than compile without it.
     `tune`: time the schedules of generated kernels at every new bucket of rows, on what the step runs on, and keep the
     fastest for later processes (lowering/tuned.py); what another process kept is used anyway.
-    `overlap`: work with slack runs on side streams in captured decode steps, where that is faster (overlap.py); "auto"
-    waits until a GPU has shown it, "on" runs it in uncaptured steps too.
+    `overlap`: work with slack runs on side streams in captured decode steps, where that is faster (overlap.py; what
+    `v41 bench overlap --sites` measured on this GPU decides before all else); "on" runs it in uncaptured steps too.
     `all_reduce`: "fused" adds up over ranks in the kernel that reads the sum, where the ranks' GPUs can write each
     other's memory; then steps of one process come one after the other on the device, as for any collective. "library"
-    leaves collectives as they are. "auto" waits until a whole model has run on several GPUs (sums.py).
+    leaves collectives as they are. "auto" takes the kernels where all ranks can (sums.py).
     `cache`: take what an earlier process compiled, and leave what this one compiles (artifact_store.py says where).
     """
 

@@ -255,6 +255,14 @@ def test_uncaptured_steps_have_none_unless_asked_for(calls: Calls) -> None:
     assert not calls
 
 
+def test_it_can_be_turned_off(calls: Calls, graphs: list[CpuGraphs]) -> None:
+    fast, weights, (report,) = compiled(overlap="off")
+    assert report.options["overlap"] == ("off", "options") and report.passes[-1].name != "assign_streams"
+    for _ in range(3):
+        check_bits(fast, weights, 4)
+    assert not calls and report.captures is not None and report.captures.replays == 2
+
+
 def test_a_cpu_has_no_streams() -> None:
     torch.compiler.reset()
     with torch.no_grad():
