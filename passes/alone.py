@@ -18,8 +18,9 @@ cache has none, for then no pass ran.
 
 Inductor's caches hold a graph by the passes' key too: the source files of each pass and of what it imports of its own
 package and of v41; what its code says, which may have been edited in the process; its settings; schema and fake
-implementation of every custom operator in the process, which torch's own key leaves out. Where a part cannot be told
-(a setting that is an object), nothing is cached.
+implementation of every custom operator in the process, which torch's own key leaves out; for a pass that goes by what
+the user calls inputs (trim_replay) these names, and those of sizes. Where a part cannot be told (a setting that is an
+object), nothing is cached.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from torch.fx import Graph, GraphModule
 
 from v41._compat import custom_graph_pass, sort_nodes
 from v41._compat_cache import NotStorable, code_hash, custom_operators
+from v41._compat_trace import inputs_called, told_of_inputs
 from v41.passes import pipeline
 from v41.passes import verify as rules
 from v41.passes.matching import aten, programs
@@ -58,13 +60,14 @@ def inductor_pass(*passes: PassFunction | Pass, verify: bool = False) -> Any:
     any. The result goes into `post_grad_custom_post_pass` or `post_grad_custom_pre_pass`.
     """
     order = in_order(passes)
+    by_name = any(each.by_name for each in order)
 
     def run(graph: Graph) -> None:
         gm = graph.owning_module
         assert gm is not None
         sort_nodes(graph)
         reshaped = graph.find_nodes(op="call_function", target=aten.reshape.default) != []
-        result, runs = run_pipeline(gm, order, check=verify)
+        result, runs = run_pipeline(gm, order, check=verify, called=inputs_called(gm) if by_name else None)
         if result is not gm:
             _take_over(gm, result)
         for program in programs(gm):
@@ -115,6 +118,8 @@ def _take_over(gm: GraphModule, result: GraphModule) -> None:
 def key_of(passes: Sequence[Pass], verify: bool) -> str | None:
     """64 hexadecimal digits for all that decides what `passes` do to a graph; None where a part cannot be told."""
     told = [f"verify {verify}", *(f"{name} {facts}" for name, facts in custom_operators().items())]
+    if any(each.by_name for each in passes):
+        told.extend(told_of_inputs())
     try:
         for each in passes:
             told.append(f"{each.name} {code_hash(each.run)} {each.breaks} {''.join(_spell(each.settings))}")

@@ -13,7 +13,7 @@
      9  streams, lives of buffers                                               check_plan_holds
     10  pieces are the program, borders what lives                              check_plan_holds
         as many pieces where nothing changed                                    check_disturbed
-    11  what an artifact is kept under                                          test_artifact_key.py, test_alone.py
+    11  what an artifact is kept under                                          test_artifact_key.py, test_alone_key.py
     12  changes that mean nothing change nothing                                check_disturbed
     13  one program for any number of rows                                      check_one_compile
     14  bugs that were planted are found                                        tests/passes/test_mutants.py

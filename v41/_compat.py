@@ -291,10 +291,13 @@ def symbol_facts(size: SymInt | SymFloat | SymBool) -> dict[str, str]:
 
 def input_name(placeholder: Node) -> str:
     """What the user calls a Dynamo input: "layers.0.wq.weight" where it is a parameter, else the argument's name."""
-    argument = placeholder.meta.get("grapharg")
-    source = getattr(argument, "source", None)
-    name = source.name if source is not None else placeholder.name
-    text = str(name() if callable(name) else name)
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    return name_of(source) if source is not None else placeholder.name
+
+
+def name_of(source: Any) -> str:
+    """What the user calls the input that Dynamo has from `source`."""
+    text = str(source.name() if callable(source.name) else source.name)
     text = re.sub(r"L\['(\w+)'\]", r"\1", text)
     return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text).removeprefix("self.")
 

@@ -21,7 +21,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import GraphModule
 
-from v41._compat import fake_mode_of, memory_of, symbols_of
+from v41._compat import fake_mode_of, memory_of, name_of, shape_ids, symbols_of
 
 NEVER = 2**31 - 1  # collections of middle-aged objects before all are searched
 
@@ -177,3 +177,35 @@ def _like(value: Tensor) -> Tensor:
 def mark_rows(tensor: Tensor, size: str = "rows") -> None:
     """Dynamo takes dimension 0 of `tensor` for any number of rows, or of what `size` names, as a Batch's."""
     torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id=size)
+
+
+def inputs_called(gm: GraphModule) -> dict[str, str]:
+    """Input -> what the user calls it, of the graph that Inductor is given; {} where that cannot be told.
+
+    AOTAutograd hands on all tensors of Dynamo's graph, in order, under names of its own. Dynamo keeps what it called
+    each tensor that it saw; where it dropped one of these as unread, nobody says which.
+    """
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor)]
+    seen = _tensors_seen()
+    alike = len(inputs) == len(seen) and all(
+        value.dtype == fake.dtype and [*map(str, value.shape)] == [*map(str, fake.shape)]
+        for value, (fake, _) in zip((node.meta["val"] for node in inputs), seen, strict=True)
+    )
+    return {node.name: name for node, (_, name) in zip(inputs, seen, strict=True)} if alike else {}
+
+
+def told_of_inputs() -> list[str]:
+    """What `inputs_called` may go by, and the names that `mark_unbacked` gave sizes; no cache of torch's knows them."""
+    seen = _tensors_seen()
+    sizes = shape_ids([fake for fake, _ in seen])
+    return [*(name for _, name in seen), *(f"{symbol} {sizes[symbol]}" for symbol in sorted(sizes))]
+
+
+def _tensors_seen() -> list[tuple[Tensor, str]]:
+    """The tensors that Dynamo made inputs of in the compile at hand, and what the user calls them."""
+    from torch._guards import TracingContext
+
+    mode = getattr(TracingContext.try_get(), "fake_mode", None)
+    tracked = getattr(getattr(mode, "shape_env", None), "tracked_fakes", None) or ()
+    seen = [(each.fake, name_of(each.source)) for each in tracked if isinstance(each.fake, Tensor)]
+    return [(fake, name) for fake, name in seen if not name.endswith("._base")]  # of a view: seen, and no input

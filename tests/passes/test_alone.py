@@ -1,18 +1,14 @@
-"""Passes inside plain Inductor, on models that are not V4.1: what they find and leave, and what caches hold them by."""
+"""Passes inside plain Inductor, on models that are not V4.1: what they find there and what they leave."""
 
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.utils import counters
@@ -34,11 +30,12 @@ from tests.strategies import (
     norms,
     output_projections,
     reduced,
+    rows,
 )
 from tests.strategies.ranks import ranks
 from tests.strategies.restricted_scores import pair
 from tests.strategies.whole_programs import inputs_of
-from v41.passes.alone import in_order, inductor_pass, key_of, sources_of
+from v41.passes.alone import in_order, inductor_pass
 from v41.passes.canonicalize import canonicalize
 from v41.passes.drop_lone_collectives import drop_lone_collectives
 from v41.passes.fold_sinkhorn import fold_sinkhorn
@@ -50,6 +47,7 @@ from v41.passes.pipeline import PIPELINE, Pass
 from v41.passes.reinplace_cache_writes import reinplace_cache_writes
 from v41.passes.restrict_index_scores import restrict_index_scores
 from v41.passes.take_in_combine import take_in_combine
+from v41.passes.trim_replay import trim_replay
 from v41.regions import inline, region_of, regions
 from v41.report import CompileReport, Decision
 
@@ -76,9 +74,7 @@ def project(x: Tensor, w: Tensor) -> Tensor:
     return x @ w
 
 
-def compiled(
-    fn: Callable[..., Any], *args: Tensor, cpp: bool = False, **options: Any
-) -> tuple[Any, list[CompileReport]]:
+def compiled(fn: Callable[..., Any], *args: Any, cpp: bool = False, **options: Any) -> tuple[Any, list[CompileReport]]:
     """What plain Inductor makes of fn(*args) under `options`, and what our passes reported meanwhile.
 
     Without `cpp` its code calls eager's kernels, since generating C++ takes a minute of a processor the first time.
@@ -149,12 +145,12 @@ QUICK = ("projection",)  # its views Inductor has as reshapes
 def test_whatever_is_outlined_is_found_in_inductors_graph_and_keeps_its_values(name: str) -> None:
     site, pass_name = SITES[name]
     torch.manual_seed(0)
-    fn, rows, weights = inputs_of(site)
-    rows = [row.clone() for row in rows]
-    for row, size in zip(rows, getattr(site, "all_sizes", ()) or ["rows"] * len(rows), strict=True):
+    fn, given, weights = inputs_of(site)
+    given = [each.clone() for each in given]
+    for row, size in zip(given, getattr(site, "all_sizes", ()) or ["rows"] * len(given), strict=True):
         mark_unbacked(row, 0, shape_id=size)
-    plain, _ = compiled(fn, *rows, *weights)
-    ours, (report,) = compiled(fn, *rows, *weights, **{POST: inductor_pass(*(p.run for p in PIPELINE), verify=True)})
+    plain, _ = compiled(fn, *given, *weights)
+    ours, (report,) = compiled(fn, *given, *weights, **{POST: inductor_pass(*(p.run for p in PIPELINE), verify=True)})
     assert [run.failure for run in report.passes if run.failure] == []
     assert next(run for run in report.passes if run.name == pass_name).applied >= 1
     pairs = zip(_flat(ours), _flat(plain), strict=True)
@@ -212,19 +208,56 @@ def test_an_indexer_scores_its_candidates_alone_in_inductors_graph_in_real_steps
 @pytest.mark.slow
 def test_a_sum_over_ranks_takes_in_what_experts_add_up_in_inductors_graph() -> None:
     case = combines.Combine().shaped()
-    rows, held = case.tensors()
-    for row in rows:
+    per_row, held = case.tensors()
+    for row in per_row:
         mark_unbacked(row, 0, shape_id="rows")
     asked = (outline_experts, outline_norm_quantise, take_in_combine)
     with ranks(reduced.RANKS):
-        plain, _ = compiled(lambda *given: case.run(*given), *rows, *held)
+        plain, _ = compiled(lambda *given: case.run(*given), *per_row, *held)
         ours, (report,) = compiled(
-            lambda *given: case.run(*given), *rows, *held, **{POST: inductor_pass(*asked, verify=True)}
+            lambda *given: case.run(*given), *per_row, *held, **{POST: inductor_pass(*asked, verify=True)}
         )
     told = {run.name: (run.applied, run.refused) for run in report.passes if run.decisions}
     assert told == {each.__name__: (1, 0) for each in (*asked[:2], fuse_all_reduce, take_in_combine)}
     assert [run.failure for run in report.passes if run.failure] == []
     assert all(map(torch.equal, ours, plain))
+
+
+LATE = ("norm", "window", "product", "ring", "gelu")  # steps of a model that returns some rows
+
+
+def late(s: rows.Step) -> Tensor:
+    """What a batch keeps is mentioned and not read, as trim_replay asks of a model."""
+    s.kept_rows.detach(), s.kept_longest.detach()
+    x = s.x
+    for name in LATE:
+        x = rows.STEPS[name](x, s)
+    return x[s.logit_rows]
+
+
+def batch(last: int = 5, seed: int = 0) -> rows.Step:
+    made = rows.step([(0, 12), (4, 9), (1, 1)], seed, last=5, more=2)
+    for each, size in zip(made, rows.SIZES, strict=False):
+        mark_unbacked(each, 0, shape_id=f"last {last}" if size == "last" else size)
+    return made
+
+
+def test_rows_that_nobody_reads_are_left_out_in_inductors_graph_and_may_hold_anything() -> None:
+    torch.compiler.reset()
+    trim = inductor_pass(trim_replay, verify=True)
+    ours = torch.compile(late, options={POST: trim, "fallback_by_default": True})
+    with torch.no_grad(), v41.collect() as reports:
+        for seed in range(2):
+            given = batch(seed=seed)
+            twin = rows.Step(*(each.clone() for each in given))
+            wanted = late(twin)
+            dropped = torch.ones(len(given.x), dtype=torch.bool).index_fill(0, given.kept_rows, False)
+            given.x[dropped] = torch.nan
+            torch.testing.assert_close(ours(given), wanted, rtol=1e-4, atol=1e-5)  # products of other sizes
+            torch.testing.assert_close(given.ring[:-1], twin.ring[:-1], rtol=1e-4, atol=1e-5)
+    (report,) = reports
+    (decision,) = report.passes[-1].decisions
+    assert decision.region is not None and decision.region.attrs["last"] == 5
 
 
 def test_a_pass_that_is_named_runs_though_no_kernel_of_ours_is_there() -> None:
@@ -317,116 +350,3 @@ def test_each_pass_comes_once_behind_what_it_needs() -> None:
     assert in_order([fold_sinkhorn, canonicalize, outline_mhc]) == (first, second, third)
     mine = Pass(call_balance, needs=(fold_sinkhorn,))
     assert in_order([mine]) == (first, second, mine)
-
-
-# ---- the key ---------------------------------------------------------------------------------------------------------
-
-
-def shift(gm: GraphModule, by: object = 0) -> list[Decision]:
-    return []
-
-
-def key(*passes: Any, verify: bool = False) -> str | None:
-    return key_of(in_order(passes), verify)
-
-
-def test_every_pass_has_a_key_of_its_own() -> None:
-    keys = [key(each.run) for each in PIPELINE]
-    assert None not in keys and len({*keys}) == len(keys)
-    assert keys == [key(each.run) for each in PIPELINE]
-
-
-def caching(**options: Any) -> str:
-    """What Inductor's cache said to project(...), compiled under `options`."""
-    compiled(project, torch.rand(4, 8), torch.rand(8, 3), **options)
-    found = {
-        name.removeprefix("fxgraph_cache_"): n for name, n in counters["inductor"].items() if "fxgraph_cache" in name
-    }
-    return " ".join(name for name in ("hit", "miss", "bypass") if found.get(name))
-
-
-def test_inductors_cache_hits_where_nothing_changed_and_nowhere_else() -> None:
-    assert caching(**{POST: inductor_pass(Pass(shift, settings={"by": 1}))}) == "miss"
-    assert caching(**{POST: inductor_pass(Pass(shift, settings={"by": 1}))}) == "hit"
-    assert caching(**{POST: inductor_pass(Pass(shift, settings={"by": 2}))}) == "miss"
-    assert caching(**{POST: inductor_pass(Pass(shift, settings={"by": 1}), verify=True)}) == "miss"
-    assert caching(**{PRE: inductor_pass(Pass(shift, settings={"by": 1}))}) == "miss"
-    assert caching(**{POST: inductor_pass(Pass(shift, settings={"by": object()}))}) == "bypass"
-
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
-    max_leaves=6,
-)
-
-
-@given(plain, plain)
-def test_settings_that_differ_give_other_keys(one: object, other: object) -> None:
-    keys = [key(Pass(shift, settings={"by": value})) for value in (one, one, other)]
-    assert keys[0] == keys[1] and keys[0] is not None
-    assert (keys[0] == keys[2]) is (repr(one) == repr(other))
-
-
-def test_a_key_holds_the_code_of_the_pass_as_it_is_in_the_process() -> None:
-    def made(number: int) -> Callable[[GraphModule], list[Decision]]:
-        names: dict[str, Any] = {"__name__": __name__}
-        exec(f"def mine(gm):\n    return [][:{number}]", names)
-        return names["mine"]  # type: ignore[no-any-return]
-
-    assert key(made(1)) == key(made(1)) != key(made(2))
-
-
-def test_a_key_holds_the_sources_that_a_pass_imports_of_its_own_package_and_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def package(name: str, number: int) -> str | None:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("")
-        (tmp_path / name / "rules.py").write_text(f"LIMITS = frozenset([{number}])\n")
-        (tmp_path / name / "mine.py").write_text("def mine(gm):\n    from .rules import LIMITS\n    return []\n")
-        module = __import__(f"{name}.mine").mine
-        assert [path.name for path in sources_of(f"{name}.mine")] == ["__init__.py", "mine.py", "rules.py"]
-        return key(module.mine)
-
-    monkeypatch.syspath_prepend(str(tmp_path))
-    names = ("one_alone", "same_alone", "other_alone")
-    one, same, other = (package(name, number) for name, number in zip(names, (1, 1, 2), strict=True))
-    for name in names:
-        for module in [module for module in sys.modules if module.split(".")[0] == name]:
-            monkeypatch.delitem(sys.modules, module)
-    assert one == same != other
-
-
-def test_a_source_may_be_imported_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "whole_alone").mkdir()
-    for name, text in {"__init__": "", "words": "", "mine": "import whole_alone.words as words\n"}.items():
-        (tmp_path / "whole_alone" / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert [path.name for path in sources_of("whole_alone.mine")] == ["__init__.py", "mine.py", "words.py"]
-
-
-def test_the_sources_of_a_pass_are_its_own_closure_and_not_the_other_passes() -> None:
-    names = {"/".join(path.parts[-2:]) for path in sources_of(fold_sinkhorn.__module__)}
-    assert {
-        "passes/fold_sinkhorn.py",
-        "passes/matching.py",
-        "v41/regions.py",
-        "v41/report.py",
-        "v41/_compat.py",
-    } <= names
-    assert not {"passes/outline_mhc.py", "passes/pipeline.py", "v41/backend.py"} & names
-
-
-def test_a_key_holds_the_fake_of_custom_operators_which_inductors_own_key_leaves_out() -> None:
-    def define(dtype: torch.dtype) -> str | None:
-        with torch.library._scoped_library("v41_alone", "FRAGMENT") as library:
-            library.define("half(Tensor x) -> Tensor")
-            library.impl("half", lambda x: x.to(dtype), "CPU")
-            torch.library.register_fake("v41_alone::half", lambda x: torch.empty_like(x, dtype=dtype), lib=library)
-            return key(fold_sinkhorn)
-
-    without = key(fold_sinkhorn)
-    one, same, other = define(torch.float16), define(torch.float16), define(torch.bfloat16)
-    assert one == same and len({without, one, other}) == 3
-    assert key(fold_sinkhorn) == without
