@@ -31,7 +31,7 @@ from v41.passes.side_work import Cone, find_cones, with_early
 from v41.passes.split_piece import Part, split_piece
 from v41.passes.synchronise import synchronise
 from v41.plan import Piece, Plan
-from v41.regions import Gained, Measure
+from v41.regions import Gained, Measure, region_of, regions
 from v41.report import Decision, source_of
 
 STREAMS = {"late": 1, "early": 2}
@@ -82,10 +82,12 @@ class Site:
 
     @cached_property
     def key(self) -> str:
-        """The same for equal work of equal pieces beside equal ones, in every process."""
+        """The same in every process for equal work of equal pieces, beside pieces of as many nodes with the same regions:
+        how large a cache is beside it does not matter."""
         cone, nodes = self.cone, set(self.cone.nodes)
         moved = [at for at, node in enumerate(cone.body.graph.nodes) if node in nodes]
-        told = f"{cone.kind} {cone.piece.key} {moved} {[piece.key for piece in self.beside]}"
+        beside = [(piece.nodes, [region_of(call).name for call in regions(piece.body)]) for piece in self.beside]
+        told = f"{cone.kind} {cone.piece.key} {moved} {beside}"
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
     @property

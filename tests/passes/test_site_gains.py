@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from torch.fx import GraphModule
 
 from tests.passes.test_assign_streams import EARLY, LATE, RUNGS, TWICE, check_streams, compiled, streams_of
+from tests.strategies import side_work
 from tests.strategies.side_work import by_nodes, planned, program
 from v41.passes.assign_streams import assign_streams, sites_of
 
@@ -62,6 +65,15 @@ def test_a_sites_key_tells_its_work_and_what_runs_beside_it() -> None:
     assert all(len(each) == 1 for each in keys.values())
     assert keys["as it is"] == keys["again"] == keys["more behind it"]
     assert len({keys[name][0] for name in ("as it is", "more beside it", "early")}) == 3
+
+
+def test_a_sites_key_is_the_same_beside_a_larger_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured serves a server that holds more requests."""
+    steps = ["keep", "seam", "write", "seam", "gather", "seam", "use", "seam"]
+    (small,) = [site for site in sites_of(planned(program(steps))) if site.cone.kind == "late"]
+    monkeypatch.setattr(side_work, "CACHE", torch.zeros(50, 4))
+    (large,) = [site for site in sites_of(planned(program(steps))) if site.cone.kind == "late"]
+    assert small.key == large.key and [each.key for each in small.beside] != [each.key for each in large.beside]
 
 
 def test_a_site_that_lost_in_steps_of_all_sizes_is_refused_for_that_reason() -> None:

@@ -4,8 +4,8 @@
     with    the same plan, with the sites of one key alone on their side stream
 
 Both are captured and replayed in turn; what a site gains is the median difference over their number. Sites of one key
-do equal work beside equal pieces. Measured are all that the compiler makes pieces for where nothing is kept, so a site
-that lost once has another chance. Side work also gets into the way of side work: sites that gain by themselves are
+do equal work beside the same regions. Measured are all that the compiler makes pieces for where nothing is kept, so
+what lost once has another chance. Side work also gets into the way of side work: sites that gain by themselves are
 measured together, and while they lose, the one that gained least is held to its share of the loss and left out. What is
 measured is kept after each number of rows; the compiler turns a site off at rows where it lost. --device cpu compares
 bits instead, and keeps nothing.
