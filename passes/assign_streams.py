@@ -82,8 +82,8 @@ class Site:
 
     @cached_property
     def key(self) -> str:
-        """The same in every process for equal work of equal pieces, beside pieces of as many nodes with the same regions:
-        how large a cache is beside it does not matter."""
+        """The same in every process for equal work of equal pieces, beside pieces of as many nodes with such regions.
+        How large a cache is beside it does not matter."""
         cone, nodes = self.cone, set(self.cone.nodes)
         moved = [at for at, node in enumerate(cone.body.graph.nodes) if node in nodes]
         beside = [(piece.nodes, [region_of(call).name for call in regions(piece.body)]) for piece in self.beside]
