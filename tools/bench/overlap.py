@@ -61,7 +61,8 @@ def bench_command(arguments: Namespace) -> int:
     config = cut(config) if arguments.cut else config
     model = V41ForCausalLM.random(config, 0, arguments.device).eval().requires_grad_(False)
     result: Record = {
-        "case": "overlap", **timing.provenance(), "layers": config.num_hidden_layers, "context": arguments.context,
+        "case": "overlap sites" if arguments.sites else "overlap", **timing.provenance(),
+        "layers": config.num_hidden_layers, "context": arguments.context,
         "model": f"preset {arguments.preset}{', cut' if arguments.cut else ''}", "rows": arguments.rows,
         "asked": {"stress": arguments.stress, "budget": arguments.budget}, "records": [], "stress": [], "left_out": [],
     }  # fmt: skip
