@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -188,6 +189,9 @@ def add_generate(command: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Nothing heavy is imported before the arguments are known to be good."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before we came
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, for as long as the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # no name of anybody's, and no bar, is beyond what can be printed
             stream.reconfigure(errors="backslashreplace")
@@ -199,8 +203,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
+        discard()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        discard()
+        print(f"what is printed cannot be written: {error.strerror}\n  at   stdout\n  fix  make room", file=sys.stderr)
+        return 2
+
+
+def discard() -> None:
+    """What is left to flush goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def carried_out(arguments: argparse.Namespace) -> int:

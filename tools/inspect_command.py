@@ -9,7 +9,7 @@
 
 Regions stand in the layer whose parameters they read, or else in whose module they are; a piece may hold work of
 several layers, and ends in the last. Beside: how many have work that a decode step of one row does on a side stream
-(streams_view.py), where streams are on. With --against it prints what differs from a run, or an inspection, saved
+(streams_view.py), unless they are off. With --against it prints what differs from a run, or an inspection, saved
 before.
 """
 
@@ -43,7 +43,7 @@ from v41.tools.sources import run_named
 from v41.tools.streams_view import beside_by_layer, streams_table, streams_values, used
 from v41.tools.tables import add, counted, say, table
 
-STREAMS = 'with overlap="on"; times are predicted, of the most of these rows'
+STREAMS = 'as captured on a GPU, unless overlap="off"; times are predicted, of the most of these rows'
 
 
 def inspect_command(arguments: Namespace) -> int:

@@ -15,13 +15,18 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+def some_of(names: list[str]) -> str:
+    """The first of many names of which none is like the one that was typed."""
+    return f"{', '.join(names[:FEW])} and {len(names) - FEW} more"
+
+
 def choices(name: str, known: Iterable[str]) -> str:
     """What an error says there is: "outline_mhc, the nearest; all: canonicalize, ..."; of many names those like it."""
     names = list(known)
     near = nearest(name, names)
     if len(names) > LISTED:
         like = get_close_matches(name, names, FEW, 0.4)
-        listed = f"{', '.join(like)} and {len(names) - len(like)} more" if like else f"there are {len(names)}"
+        listed = f"{', '.join(like)} and {len(names) - len(like)} more" if like else some_of(names)
         return f"{near}, the nearest; like it: {listed}" if near is not None else listed
     listed = ", ".join(names)
     return f"{near}, the nearest; all: {listed}" if near is not None else listed

@@ -25,6 +25,7 @@ from v41.tools.plan_view import borders, borders_table, rounding_table, rounding
 from v41.tools.tables import add, counted, say, table
 
 BETWEEN = "between passes"
+WIDE = 4  # digits of a number that three columns of pairs have room for beside the longest name of a pass
 
 
 def show(console: Console, reports: Sequence[CompileReport]) -> None:
@@ -73,7 +74,7 @@ def passes_table(passes: Sequence[PassRun], *, sizes: bool = False, seconds: flo
         changes["regions"] = [(run.regions_before, run.regions_after) for run in passes]
         changes["launches a step"] = [(run.launches_before, run.launches_after) for run in passes]
     made = table("pass", "sites", "applied", "refused", *changes, "ms")
-    columns = [_arrows(pairs) for pairs in changes.values()]
+    columns = [_arrows(pairs, tight=sizes) for pairs in changes.values()]
     for run, *arrows in zip(passes, *columns, strict=True):
         judged = (len(run.decisions), run.applied, run.refused) if run.decisions else (None, None, None)
         name = f"{run.name} (off)" if run.failure else run.name
@@ -89,10 +90,11 @@ def between(passes: Sequence[PassRun], seconds: float) -> float:
     return max(0.0, seconds * 1e3 - sum(run.milliseconds for run in passes if run.name not in PLAN_PASSES))
 
 
-def _arrows(pairs: Sequence[tuple[int, int]]) -> list[str]:
-    """Each pair as `2243 -> 2162`, in columns."""
+def _arrows(pairs: Sequence[tuple[int, int]], *, tight: bool = False) -> list[str]:
+    """Each pair as `2243 -> 2162`, in columns; `tight`: without the spaces where numbers are long."""
     width = max((len(str(n)) for pair in pairs for n in pair), default=1)
-    return [f"{before:{width}} -> {after:{width}}" for before, after in pairs]
+    arrow = "->" if tight and width > WIDE else " -> "
+    return [f"{before:{width}}{arrow}{after:{width}}" for before, after in pairs]
 
 
 def remarks(passes: Sequence[PassRun]) -> list[str]:

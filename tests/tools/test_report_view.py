@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from io import StringIO
 
 from rich.console import Console
 
+from tests.tools.printed import printed
+from v41.passes.pipeline import PIPELINE
 from v41.regions import Region
 from v41.report import CompileReport, Decision, PassRun
-from v41.tools.report_view import as_json, show
+from v41.tools.report_view import as_json, passes_table, show
 
 LINE = "model_def/mhc.py:31  m = m / (m.sum(-1) + eps) [sic]"
 
@@ -73,6 +75,17 @@ mhc_boundary_7f3a91       2
 
 option   value  set by
 codegen  eager  auto: Inductor drops bf16 casts here""".splitlines()
+
+
+def test_names_of_passes_stay_whole_beside_the_numbers_of_40_layers() -> None:
+    sizes = {f"{what}_{when}": 38565 for what in ("nodes", "launches") for when in ("before", "after")}
+    sizes |= dict(regions_before=426, regions_after=426)
+    longest = max((each.name for each in PIPELINE), key=len)
+    run = replace(PassRun(longest, [Decision(True, "a", "m.py:1")] * 400, 0, 0, 12345.0), **sizes)
+    table = printed(passes_table([run], sizes=True))
+    assert len(table) == 2 and table[1].startswith(f"{longest} ") and "38565->38565" in table[1] and "426 -> 426" in table[1]
+    small = replace(run, **dict.fromkeys(sizes, 421))
+    assert "421 -> 421" in printed(passes_table([small], sizes=True))[1]
 
 
 def test_several_graphs_are_numbered_and_a_clean_one_is_quiet() -> None:
