@@ -12,8 +12,9 @@
 --show NAME prints a kernel's text, which says in its first lines what it reads, writes and rounds. A spill is bytes a
 thread stores and loads for want of registers. Launches are those of --rows, on --arch or else on sm_90: a step that
 decodes so many requests at 4096 tokens, or, of more than 256 rows, reads a prompt as long. A text may hold several
-functions, as an indexer's does: scores, then the rounds of its selections. Exit code 1: one does not compile for
---arch, as kernels that decode fp8 do not for sm_80.
+functions, as an indexer's does: scores, then the rounds of its selections; or that of a sum over ranks, of which the
+first rank's launches are told: scatter, gather, and what reads the sum. Exit code 1: one does not compile for --arch,
+as kernels that decode fp8 do not for sm_80.
 
 --time: µs of each alone on the GPU at hand, on drawn numbers; `-` where these will not do, since it reads places.
 """
@@ -127,6 +128,7 @@ def show(
 
 def launches_table(kernels: Sequence[KernelFacts], rows: Sequence[int], arch: str = HOPPER) -> Table:
     made = table("kernel", "regions", "pieces", "lines", "rows", "launch", "grid", "warps", left=2)
+    made.columns[0].no_wrap = True  # a name that can be copied
     for kernel in kernels:
         launches = [launch for launch in kernel.launches if launch.rows in rows and launch.arch == arch]
         facts: tuple[Any, ...] = (kernel.name, ", ".join(kernel.regions), len(kernel.pieces), kernel.source.count("\n"))
@@ -134,18 +136,22 @@ def launches_table(kernels: Sequence[KernelFacts], rows: Sequence[int], arch: st
             same = [each for each in launches if each.rows == launch.rows]
             grid = " x ".join(map(str, launch.grid))
             number = f"{same.index(launch) + 1} of {len(same)}"
-            number += f" {launch.function}" * (launch.function != kernel.name)
+            number += f" {own}" if (own := own_name(launch.function, kernel.name)) else ""
             add(made, *facts, launch.rows, number, grid, launch.options.get("num_warps"))
             facts = ("", "", "", "")
-        if not launches and kernel.refusal is None:
-            add(made, *facts, None, "untold", None, None)
     return made
+
+
+def own_name(function: str, kernel: str) -> str | None:
+    """What a function of a kernel's text is called, without the kernel's name in front; None of the kernel itself."""
+    return None if function == kernel else function.removeprefix(f"{kernel}_")
 
 
 def compiled_table(found: Sequence[Compiled]) -> Table:
     made = table("kernel", "function", "rows", "PTX KB", "cubin KB", "registers", "spilled B", "shared KB", left=2)
+    made.columns[0].no_wrap = True
     for each in found:
-        facts, function = each.facts, each.function if each.function != each.kernel else None
+        facts, function = each.facts, own_name(each.function, each.kernel)
         if facts is None:
             add(made, each.kernel, function, *[None] * 6)
             continue

@@ -50,6 +50,9 @@ def test_it_compiles_and_a_saved_run_prints_the_same(tmp_path: Path, capsys: pyt
     assert main(["kernels", str(tmp_path / "run")]) == 0
     told = capsys.readouterr().out
     assert f"{kernel().name}" in told and "untold" not in told
+    assert main(["kernels", str(tmp_path / "run"), "--rows", "4096"]) == 0
+    told = capsys.readouterr().out
+    assert told.count(kernel().name) == 1 and " scatter " in told and " gather " in told  # the name is not said again
     assert main(["kernels", str(tmp_path / "run"), "--show", "all_reduce", "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)["kernels"]
     assert shown["source"] == kernel().source and "_scatter" in shown["source"]
