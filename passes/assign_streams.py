@@ -84,8 +84,9 @@ class Site:
     def key(self) -> str:
         """The same in every process for equal work of equal pieces, beside pieces of as many nodes with such regions.
         How large a cache is beside it does not matter."""
-        cone, nodes = self.cone, set(self.cone.nodes)
-        moved = [at for at, node in enumerate(cone.body.graph.nodes) if node in nodes]
+        cone = self.cone
+        place = {node: at for at, node in enumerate(cone.body.graph.nodes)}
+        moved = [place[node] for node in cone.nodes]
         beside = [(piece.nodes, [region_of(call).name for call in regions(piece.body)]) for piece in self.beside]
         told = f"{cone.kind} {cone.piece.key} {moved} {beside}"
         return hashlib.sha256(told.encode()).hexdigest()[:16]
@@ -104,8 +105,7 @@ class Site:
 
     def disappoints_at(self, rows: int) -> bool:
         """Whether a measurement says that it loses where less was known that says it gains."""
-        hoped = max(self.predicted[rows], self.alone.get(rows, 0.0)) > 0 and self.own[rows] <= self.slack[rows]
-        return hoped and self.gain[rows] <= 0
+        return max(self.predicted[rows], self.alone.get(rows, 0.0)) > 0 >= self.gain[rows]
 
 
 def is_not_capturable(site: Site) -> Node | None:

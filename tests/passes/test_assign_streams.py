@@ -161,16 +161,16 @@ def test_what_is_read_late_forks_behind_its_piece_and_joins_at_its_reader() -> N
     gm, plan = compiled(*LATE)
     made, (decision,) = assign_streams(plan, RUNGS, by_nodes)
     assert decision.applied and streams_of(made) == ["piece_0_side@1"]
+    assert [piece.border for piece in made.pieces if piece.stream] == ["read late: side work of piece_0"]
     check_streams(gm, plan, made)
 
 
 def test_what_hangs_on_ids_alone_starts_at_once() -> None:
     gm, plan = compiled(*EARLY)
     made, decisions = assign_streams(plan, RUNGS, by_nodes)
-    assert [each.applied for each in decisions] == [True] and [piece.stream for piece in made.pieces[:2]] == [
-        0,
-        STREAMS["early"],
-    ]
+    assert [each.applied for each in decisions] == [True]
+    assert [piece.stream for piece in made.pieces[:2]] == [0, STREAMS["early"]]
+    assert made.pieces[1].border.startswith("ready early: for piece_")
     check_streams(gm, plan, made)
 
 

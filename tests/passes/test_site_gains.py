@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.fx import GraphModule
@@ -9,7 +11,7 @@ from torch.fx import GraphModule
 from tests.passes.test_assign_streams import EARLY, LATE, RUNGS, TWICE, check_streams, compiled, streams_of
 from tests.strategies import side_work
 from tests.strategies.side_work import by_nodes, planned, program
-from v41.passes.assign_streams import assign_streams, sites_of
+from v41.passes.assign_streams import Site, assign_streams, sites_of
 
 LOST = "it gains where it was measured on this GPU"
 
@@ -67,6 +69,25 @@ def test_a_sites_key_tells_its_work_and_what_runs_beside_it() -> None:
     assert len({keys[name][0] for name in ("as it is", "more beside it", "early")}) == 3
 
 
+def test_two_cones_of_one_piece_have_keys_of_their_own() -> None:
+    (site,) = sites_of(planned(program(LATE)))
+    fewer = Site(replace(site.cone, nodes=site.cone.nodes[:-1]), site.plan)
+    early = Site(replace(site.cone, kind="early"), site.plan)
+    assert len({site.key, fewer.key, early.key}) == 3
+
+
+def test_at_rungs_where_it_outlasts_its_slack_a_site_is_off_whatever_it_gained() -> None:
+    _, plan = compiled(*LATE)
+
+    def slow(body: GraphModule, rows: int) -> float:
+        works = any("mm" in str(node.target) for node in body.graph.nodes)
+        return 1000.0 if rows == 4 and works else by_nodes(body, rows)
+
+    made, (decision,) = assign_streams(plan, RUNGS, slow, lambda site, rows: 5.0)
+    assert made.pays_at == (1,) and decision.applied and decision.times is not None
+    assert decision.times["gain"] == {1: 5.0, 4: 5.0} and decision.times["own"][4] > decision.times["slack"][4]
+
+
 def test_a_sites_key_is_the_same_beside_a_larger_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured serves a server that holds more requests."""
     steps = ["keep", "seam", "write", "seam", "gather", "seam", "use", "seam"]
@@ -98,5 +119,35 @@ def test_a_site_that_lost_at_some_rungs_and_cannot_gain_at_others_is_refused_as_
     lost = lambda site, rows: -1.0 if rows == 4 else None
     (decision,) = assign_streams(plan, RUNGS, lambda body, rows: by_nodes(body, rows) if rows == 4 else 5.0, lost)[1]
     assert decision.rule == LOST
-    (never,) = assign_streams(plan, RUNGS, alike, lost)[1]
-    assert never.rule != LOST  # nothing ever said that it gains
+
+
+def thin(body: GraphModule, rows: int) -> float:
+    """A Measure for which half a µs is spared."""
+    works = any("mm" in str(node.target) for node in body.graph.nodes)
+    goes_on = any("mul" in str(node.target) for node in body.graph.nodes)
+    return {(True, True): 9.5, (True, False): 5.0, (False, True): 6.0}.get((works, goes_on), 9.0)
+
+
+def test_half_a_microsecond_is_something_to_lose() -> None:
+    _, plan = compiled(*LATE)
+    (gains,) = assign_streams(plan, RUNGS, thin)[1]
+    assert gains.applied and gains.times is not None and gains.times["gain"] == {1: 0.5, 4: 0.5}
+    assert assign_streams(plan, RUNGS, thin, lambda site, rows: -1.0)[1][0].rule == LOST
+
+
+def test_what_nothing_ever_said_to_gain_is_not_refused_as_measured() -> None:
+    """Neither where steps were longer with it, nor where it gains at rungs alone at which nothing hides it."""
+    _, plan = compiled(*LATE[:3], "seam", *LATE[3:])
+    worthless = "it spares more than fork and join cost"
+
+    def hidden_at_1(body: GraphModule, rows: int) -> float:
+        if rows == 1:
+            return 5.0
+        return 1000.0 + by_nodes(body, rows) if any("mm" in str(node.target) for node in body.graph.nodes) else 9.0
+
+    for measure in (None, alike):
+        (decision,) = assign_streams(plan, RUNGS, measure, lambda site, rows: -1.0)[1]
+        assert decision.rule == worthless, measure
+    (decision,) = assign_streams(plan, RUNGS, hidden_at_1)[1]
+    assert decision.rule == worthless and decision.times is not None
+    assert decision.times["gain"][1] < 0 < decision.times["gain"][4]
