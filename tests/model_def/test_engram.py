@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked
 
-from tests.golden_data import Golden, golden  # noqa: F401 (a fixture)
+from tests.golden_data import Golden
 from tests.model_def.exact import exact
 from tests.model_def.released import filled
 from v41.model_def import engram as engram_file
@@ -36,14 +36,14 @@ def lookback(ids: list[int], orders: int) -> Tensor:
     return torch.tensor([[ids[t - s] if t >= s else -1 for s in range(orders)] for t in range(len(ids))])
 
 
-def golden_engram(golden: Golden, layer: int) -> Engram:  # noqa: F811
+def golden_engram(golden: Golden, layer: int) -> Engram:
     engram = filled(Engram(golden.config, layer), golden.weights, f"layers.{layer}.engram.")
     engram.set_token_map(golden.reference["engram.token_map"])
     return engram
 
 
 @torch.no_grad()
-def golden_streams(golden: Golden, layer: int, run: str = "prefill") -> tuple[Tensor, Tensor]:  # noqa: F811
+def golden_streams(golden: Golden, layer: int, run: str = "prefill") -> tuple[Tensor, Tensor]:
     """What the layer read, and what our Engram makes of what the layer before left."""
     config, length = golden.config, int(golden.meta["prefill_tokens"])
     start, stop = (0, length) if run == "prefill" else (length + int(run[-1]), length + int(run[-1]) + 1)
@@ -59,7 +59,7 @@ def golden_streams(golden: Golden, layer: int, run: str = "prefill") -> tuple[Te
 
 
 @pytest.mark.parametrize("run", ["prefill", "decode0", "decode2"])
-def test_golden_streams(golden: Golden, run: str) -> None:  # noqa: F811
+def test_golden_streams(golden: Golden, run: str) -> None:
     for layer in golden.config.engram_layer_ids:
         assert torch.equal(*golden_streams(golden, layer, run)), layer
 
@@ -68,11 +68,21 @@ def forgotten_offsets(primes: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) * len(primes)
 
 
-@pytest.mark.parametrize(("what", "instead"), [
-    ("table_offsets", forgotten_offsets), ("multipliers", lambda layer, *rest: multipliers(layer + 1, *rest)),
-    ("SMALLEST", 1e-2), ("inverse_rms", lambda x, eps: torch.ones_like(x[..., :1]))])
-def test_golden_streams_see(golden: Golden, what: str, instead: object,  # noqa: F811
-                            monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [
+        ("table_offsets", forgotten_offsets),
+        ("multipliers", lambda layer, *rest: multipliers(layer + 1, *rest)),
+        ("SMALLEST", 1e-2),
+        ("inverse_rms", lambda x, eps: torch.ones_like(x[..., :1])),
+    ],
+)
+def test_golden_streams_see(
+    golden: Golden,
+    what: str,
+    instead: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engram_file, what, instead)
     assert not torch.equal(*golden_streams(golden, 1))
 
@@ -149,7 +159,7 @@ def test_behind_a_missing_token_all_are_missing() -> None:
 @torch.no_grad()
 def test_a_token_that_is_none_takes_nothing_and_reaches_no_other() -> None:
     engram, X = Engram(TINY, 1), torch.randn(3, 4, TINY.hidden_size).bfloat16()
-    recent = torch.tensor([[5, 6, 7, 8], [-1, 5, 6, 7], [9, 5, 6, 7]])
+    recent = torch.tensor([[0, 6, 7, 8], [-1, 5, 6, 7], [9, 5, 6, 7]])  # id 0 is a token like any other
     spoiled = X.clone()
     spoiled[1] = torch.nan
     with exact():
@@ -178,10 +188,18 @@ def test_a_token_map_must_fit() -> None:
     engram.set_token_map(torch.arange(100) % 7)
     assert engram.token_map[:100].tolist() == [i % 7 for i in range(100)]
     assert set(engram.token_map[100:].tolist()) == {TINY.engram_pad_token_id % 7}
-    for wrong in (torch.arange(257), torch.zeros(513, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64),
-                  torch.tensor([0, -1, 1])):
+    for wrong in (
+        torch.arange(257),
+        torch.zeros(513, dtype=torch.int64),
+        torch.zeros(4, 4, dtype=torch.int64),
+        torch.tensor([0, -1, 1]),
+        torch.tensor([0, 1]),
+    ):
         with pytest.raises(TokenMapError, match="below 256 for at most 512"):
             engram.set_token_map(wrong)
+    padded_with_the_first = Engram(TINY.replace(engram_pad_token_id=0), 0)
+    padded_with_the_first.set_token_map(torch.tensor([3]))
+    assert set(padded_with_the_first.token_map.tolist()) == {3}
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +208,21 @@ def form() -> Callable[[str], str]:
     return normal_form()
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("Hello", "hello"), (" hello ", "hello"), ("ﬁÀÉ", "fiae"), ("\t\n a \r\n  b", "a b"), (" ", " "), ("\n\n", " "),
-    ("", ""), ("ΑΣ", "ασ"), ("Ａ１", "a1"), ("\u0301", "")])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello", "hello"),
+        (" hello ", "hello"),
+        ("ﬁÀÉ", "fiae"),
+        ("\t\n a \r\n  b", "a b"),
+        (" ", " "),
+        ("\n\n", " "),
+        ("", ""),
+        ("ΑΣ", "ασ"),
+        ("Ａ１", "a1"),
+        ("\u0301", ""),
+    ],
+)
 def test_normal_forms(form: Callable[[str], str], text: str, expected: str) -> None:
     assert form(text) == expected
 

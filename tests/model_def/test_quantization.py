@@ -19,8 +19,9 @@ from tests.golden_data import Golden, golden  # noqa: F401 (a fixture)
 from v41.model_def import quantization as q
 
 E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]  # by code
-E4M3 = [Fraction(m, 512) if e == 0 else Fraction(8 + m, 8) * Fraction(2) ** (e - 7)
-        for e in range(16) for m in range(8)][:-1]  # by byte, without the NaN
+E4M3 = [
+    Fraction(m, 512) if e == 0 else Fraction(8 + m, 8) * Fraction(2) ** (e - 7) for e in range(16) for m in range(8)
+][:-1]  # by byte, without the NaN
 
 
 def nearest(x: Fraction, grid: list[Fraction]) -> Fraction:
@@ -49,10 +50,12 @@ class Format:
 
 FORMATS = {
     "fp8": Format(q.FP8_RECORD, q.fake_quant_fp8, E4M3, lambda amax: power_above(max(amax, Fraction(1, 10000)) / 448)),
-    "fp4": Format(q.FP4_RECORD, q.fake_quant_fp4, E2M1,
-                  lambda amax: nearest(max(amax, 6 * Fraction(2) ** -9) / 6, E4M3)),
-    "mxfp4": Format(q.MXFP4_RECORD, q.fake_quant_mxfp4, E2M1,
-                    lambda amax: power_above(max(amax, 6 * Fraction(2) ** -126) / 6)),
+    "fp4": Format(
+        q.FP4_RECORD, q.fake_quant_fp4, E2M1, lambda amax: nearest(max(amax, 6 * Fraction(2) ** -9) / 6, E4M3)
+    ),
+    "mxfp4": Format(
+        q.MXFP4_RECORD, q.fake_quant_mxfp4, E2M1, lambda amax: power_above(max(amax, 6 * Fraction(2) ** -126) / 6)
+    ),
 }
 every_format = pytest.mark.parametrize("name", FORMATS)
 
@@ -80,8 +83,12 @@ def from_bits(bits: list[int]) -> Tensor:
 
 finite = st.integers(0, 0xFFFF).filter(lambda bits: bits & 0x7F80 != 0x7F80)
 # numbers of one size, and of any size at all
-near_one = st.builds(lambda sign, exponent, mantissa: sign << 15 | exponent << 7 | mantissa, st.integers(0, 1),
-                     st.integers(118, 132), st.integers(0, 127))
+near_one = st.builds(
+    lambda sign, exponent, mantissa: sign << 15 | exponent << 7 | mantissa,
+    st.integers(0, 1),
+    st.integers(118, 132),
+    st.integers(0, 127),
+)
 
 
 def groups(width: int) -> st.SearchStrategy[list[int]]:
@@ -152,21 +159,34 @@ def test_ties_go_to_the_even_code() -> None:
         assert torch.equal(q.fake_quant_mxfp4(sign * wide), (sign * torch.cat((expected, expected))).bfloat16())
 
 
+def test_a_sign_is_that_of_what_is_below_zero() -> None:
+    """Both zeros are code 0; what is too small for the grid keeps its sign."""
+    assert q.encode_e2m1(torch.tensor([0.0, -0.0, 0.1, -0.1, -6.0]), torch.ones(())).tolist() == [0, 0, 0, 8, 15]
+
+
 def test_the_grids_are_torchs() -> None:
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert codes.double().tolist() == [float(v) for v in E4M3]
     assert q.decode_e2m1(torch.arange(16, dtype=torch.int32)).tolist() == [float(v) for v in E2M1] + [
-        -float(v) for v in E2M1]
+        -float(v) for v in E2M1
+    ]
 
 
-@pytest.mark.parametrize(("name", "inputs", "expected"), [
-    ("fp8", [448.0, -450.0, 1e-30, 2.0**-9], [448.0, -448.0, 0.0, 0.0]),  # over 448: the scale is 2
-    ("fp8", [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]),
-    ("fp8", [2.0**-20, 2.0**-31, 2.0**-32, 1.5 * 2.0**-31], [2.0**-20, 2.0**-31, 0.0, 2.0**-30]),  # floor, denormals
-    ("fp4", [1e30, -2e4, 300.0, 0.0], [2688.0, -2688.0, 224.0, 0.0]),  # the scale stops at 448
-    ("fp4", [2.0**-9, 2.0**-10, 2.0**-11, -(2.0**-11)], [2.0**-9, 2.0**-10, 0.0, 0.0]),  # the scale stops at 2^-9
-    ("mxfp4", [6.0, 6.03125, 3.0, 0.5], [6.0, 6.0, 3.0, 0.0]),  # just over 6: the scale is 2
-])
+@pytest.mark.parametrize(
+    ("name", "inputs", "expected"),
+    [
+        ("fp8", [448.0, -450.0, 1e-30, 2.0**-9], [448.0, -448.0, 0.0, 0.0]),  # over 448: the scale is 2
+        ("fp8", [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]),
+        (
+            "fp8",
+            [2.0**-20, 2.0**-31, 2.0**-32, 1.5 * 2.0**-31],
+            [2.0**-20, 2.0**-31, 0.0, 2.0**-30],
+        ),  # floor, denormals
+        ("fp4", [1e30, -2e4, 300.0, 0.0], [2688.0, -2688.0, 224.0, 0.0]),  # the scale stops at 448
+        ("fp4", [2.0**-9, 2.0**-10, 2.0**-11, -(2.0**-11)], [2.0**-9, 2.0**-10, 0.0, 0.0]),  # the scale stops at 2^-9
+        ("mxfp4", [6.0, 6.03125, 3.0, 0.5], [6.0, 6.0, 3.0, 0.0]),  # just over 6: the scale is 2
+    ],
+)
 def test_limits(name: str, inputs: list[float], expected: list[float]) -> None:
     format = FORMATS[name]
     x = torch.tensor(inputs).repeat(format.record.group // 4).bfloat16()
@@ -226,8 +246,11 @@ def test_fp8_weights_have_one_scale_a_block(rows: int) -> None:
 @every_format
 def test_traces_with_unbacked_rows_and_does_not_recompile(name: str) -> None:
     format = FORMATS[name]
-    compiled = torch.compile(lambda x: (format.record.encode(x), format.record.decode(format.record.encode(x))),
-                             backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: (format.record.encode(x), format.record.decode(format.record.encode(x))),
+        backend="aot_eager",
+        fullgraph=True,
+    )
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (5, 0, 1, 2, 33):
             x = torch.randn(rows, 64).bfloat16()
@@ -265,8 +288,9 @@ MUTANTS = [  # format, what to replace in the module, by what, and an input that
 
 
 @pytest.mark.parametrize(("name", "what", "instead", "values"), MUTANTS)
-def test_the_reference_sees(name: str, what: str, instead: object, values: list[float],
-                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_sees(
+    name: str, what: str, instead: object, values: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reference that cannot tell these mutants would prove nothing."""
     format = FORMATS[name]
     x = torch.zeros(1, format.record.group, dtype=torch.bfloat16)
