@@ -71,3 +71,12 @@ def test_launches_in_turn_are_ordinary_ones() -> None:
     assert [constants["PDL"] for _, constants, _ in plain.steps()] == [0, 0]
     assert "launch_pdl" in call.steps()[1][2] and "launch_pdl" not in plain.steps()[1][2]
     assert plain.steps()[1][2]["num_warps"] == call.steps()[1][2]["num_warps"]
+
+
+def test_pairs_take_turns_and_share_what_is_compiled() -> None:
+    def made(case: str, rows: int, *schedules: int) -> list[tuning.Candidate]:
+        return [tuning.Candidate(case, rows, schedule, schedule == schedules[0]) for schedule in schedules]
+
+    todo = [*made("a", 1, 1, 2, 3), *made("a", 9, 2, 1, 4), *made("b", 4, 1, 2)]
+    found = [(each.case, each.rows, each.schedule) for each in tuning.in_turns(todo)]
+    assert found == [("a", 1, 1), ("a", 9, 2), ("b", 4, 1), ("b", 4, 2), ("a", 1, 3), ("a", 9, 4)]

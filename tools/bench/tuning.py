@@ -3,8 +3,9 @@
     tune([("router", 1), ("boundary", 4096)], workers, deadline)     a record a case, number of rows and schedule
 
 A worker compiles its share by launching it once: Triton's cache on disk then holds every schedule when the timing
-process asks. The schedule by reckoning is the first of each pair; of two launches each is timed alone too, and both one
-after the other where the second comes up early.
+process asks. Pairs take turns, so that none is left without rivals where time is short; those that differ in rows
+alone share what is compiled. The schedule by reckoning is the first of each pair; of two launches each is timed alone,
+too, and both one after the other where the second comes up early.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -79,23 +81,37 @@ def tune(pairs: Sequence[Pair], workers: int, deadline: float) -> Iterator[Recor
     """One record a candidate of each pair, as they are timed; those that had no time say so."""
     todo = [each for pair in pairs for each in candidates(*pair, torch.device("cuda"))]
     started = time.perf_counter()
-    facts = _compile(todo, workers, started + COMPILING * (deadline - started))
+    facts = _compile(in_turns(todo), workers, started + COMPILING * (deadline - started))
     for name, rows in dict.fromkeys(pairs):
         mine = [each for each in todo if (each.case, each.rows) == (name, rows)]
         sets = input_sets(CASES[name], rows)
         for each in mine:
             record = {"case": name, "rows": rows, "schedule": str(each.schedule), "reckoned": each.reckoned}
-            yield record | _timed(each, mine[0], sets, facts.get(each, {"failed": "not compiled in time"}), deadline)
+            found = facts.get((each.case, each.schedule), {"failed": "not compiled in time"})
+            yield record | _timed(each, mine[0], sets, found, deadline)
 
 
-def _compile(todo: Sequence[Candidate], workers: int, deadline: float) -> dict[Candidate, Record]:
-    """Registers, spills and shared memory of every candidate that compiled in time; the error of the others."""
-    facts: dict[Candidate, Record] = {}
+def in_turns(todo: Sequence[Candidate]) -> list[Candidate]:
+    """One candidate of each pair, the next of each, and so on; each schedule of a case once."""
+    place = Counter[Pair]()
+    turns: list[tuple[int, Candidate]] = []
+    for each in todo:
+        turns.append((place[each.case, each.rows], each))
+        place[each.case, each.rows] += 1
+    once: dict[tuple[str, Any], Candidate] = {}
+    for _, each in sorted(turns, key=lambda turn: turn[0]):
+        once.setdefault((each.case, each.schedule), each)
+    return list(once.values())
+
+
+def _compile(todo: Sequence[Candidate], workers: int, deadline: float) -> dict[tuple[str, Any], Record]:
+    """Registers, spills and shared memory of every schedule of a case that compiled in time, or its error."""
+    facts: dict[tuple[str, Any], Record] = {}
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    pending = {pool.submit(_compile_one, candidate): candidate for candidate in dict.fromkeys(todo)}
+    pending = {pool.submit(_compile_one, candidate): candidate for candidate in todo}
     try:
         for future in as_completed(pending, timeout=max(deadline - time.perf_counter(), 1)):
-            facts[pending[future]] = future.result()
+            facts[pending[future].case, pending[future].schedule] = future.result()
     except TimeoutError:
         print(f"{len(facts)} of {len(pending)} compiled in time", flush=True)
     for process in list((pool._processes or {}).values()) if len(facts) < len(pending) else ():
