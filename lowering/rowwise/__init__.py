@@ -18,7 +18,6 @@ import numpy as np
 from torch.fx import GraphModule
 
 from v41.lowering.rowwise.emit import Emitter
-from v41.lowering.rowwise.expr import reachable
 from v41.lowering.rowwise.fuse import fuse
 from v41.lowering.rowwise.header import header, header_of_held
 from v41.lowering.rowwise.held import emit as held_emit
@@ -32,7 +31,6 @@ from v41.lowering.rowwise.schedule import Schedule, schedules
 __all__ = ["GeneratedKernel", "HeldKernel", "Kernel", "Schedule", "Unsupported", "generate", "hold", "pass_over"]
 
 BLOCK = 64  # columns of a chunk: fixed, since the order of every sum follows from it
-SPELLED = 1500  # operations of a kernel without loops
 LONG = 20_480  # elements of a row's largest tensor (or of a part of it, where all results fall into parts), above
 # which programs share the row
 
@@ -66,13 +64,9 @@ def generate(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> Ke
 def hold(body: GraphModule, name: str = "rowwise") -> HeldKernel:
     """The kernel in which programs hold whole rows, or NotRowwise."""
     kept = held_read.read(body)
-    order = reachable([store.value for store in kept.stores], kept.builder.order)
-    if len(order) > SPELLED:
-        raise NotRowwise(body.graph.output_node(), f"takes {len(order)} operations to spell out")
     full = f"{name}_{digest(held_emit.text(kept, 'kernel'))}"
-    elements = max((int(np.prod([lane.padded for lane in expr.lanes])) for expr in order), default=1)
-    source = header_of_held(full, body, kept, elements) + held_emit.text(kept, full)
-    return HeldKernel(full, source, kept.inputs, kept.outputs, elements, front_facts(kept.front), kept.parts)
+    source = header_of_held(full, body, kept) + held_emit.text(kept, full)
+    return HeldKernel(full, source, kept.inputs, kept.outputs, kept.elements, front_facts(kept.front), kept.parts)
 
 
 def pass_over(body: GraphModule, name: str = "rowwise", block: int = BLOCK) -> GeneratedKernel:

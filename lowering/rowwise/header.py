@@ -27,13 +27,15 @@ def header(
     return '"""' + "\n".join(lines) + '\n"""\n\n'
 
 
-def header_of_held(name: str, body: GraphModule, kept: Kept, elements: int) -> str:
+def header_of_held(name: str, body: GraphModule, kept: Kept) -> str:
     """The docstring of kernel `name`, which holds whole rows."""
     inputs = [tensor for tensor in kept.inputs if tensor is not None]
     lines = [
         *_facts(name, body, inputs, kept.outputs),
-        f"tile      ROWS whole rows, at most {elements} elements each at once: what one program's registers hold",
+        f"tile      ROWS whole rows, at most {kept.elements} elements each at once: what one program's registers hold",
     ]
+    if kept.runs > 1:
+        lines.append(f"runs      up to {kept.runs} of an axis, each a tile: one for all of it would be padded")
     if kept.front is not None:
         lines.append(f"front     sums of {kept.front.depth} terms for {kept.front.columns} columns, {kept.front.block} "
                      "terms at a time; runs of them by other programs")  # fmt: skip

@@ -1,4 +1,5 @@
-"""folds: reductions over axes of a row. A few elements are spelled out, more become lanes of a tile that is folded.
+"""folds: reductions over axes of a row. A few elements are spelled out, more become lanes of a tile that is folded; of
+the runs of a long axis, their sum is.
 
 How lanes are added, emit.py says. Accumulation is fp32, as in eager; integers are summed as int64.
 """
@@ -45,14 +46,18 @@ def fold(held: Held, op: str, x: Lazy, dims: Any, keep: bool, dtype: torch.dtype
         finally:
             held.splits_at = before
         lanes = {lane for dim in chosen for lane in places[dim][0].lanes()}
-        return over_lanes(b, op, in_pairs(b, op, items), lanes)
+        return over_lanes(held, op, in_pairs(b, op, items), lanes)
 
     return Lazy(held, shape, dtype, compute)
 
 
 def spread(held: Held, size: int, used: set[Lane]) -> list[Index]:
-    """The indices of an axis: each by itself, or one in lanes."""
-    return [at(i) for i in range(size)] if size <= SPELLED else [held.axis(size, used)]
+    """The indices of an axis: each by itself, or one in lanes for each of its runs."""
+    if size <= SPELLED:
+        return [at(i) for i in range(size)]
+    run = size // held.runs_of(size)
+    first = held.axis(run, used)
+    return [first + start for start in range(0, size, run)]
 
 
 def in_pairs(b: Builder, op: str, items: list[Expr]) -> Expr:
@@ -62,15 +67,15 @@ def in_pairs(b: Builder, op: str, items: list[Expr]) -> Expr:
     return items[0]
 
 
-def over_lanes(b: Builder, op: str, x: Expr, lanes: set[Lane]) -> Expr:
+def over_lanes(held: Held, op: str, x: Expr, lanes: set[Lane]) -> Expr:
     """`x` folded over `lanes`; what does not vary along a lane is there as often as the lane is long."""
-    same = 1
+    b, same = held.builder, 1
     for lane in sorted(lanes - x.lanes):
         same *= lane.size
     if op == "add" and same > 1:
         x = b.apply("mul", x, b.const(float(same) if x.dtype.is_floating_point else same, x.dtype), dtype=x.dtype)
     over = tuple(sorted(lanes & x.lanes))
-    check_size(x.lanes)
+    check_size(x.lanes, held.runs)
     if not over:
         return x
     rest = x.lanes - set(over)

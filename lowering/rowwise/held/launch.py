@@ -13,7 +13,8 @@ from v41.lowering.rowwise.launch import Call, Kernel, comes_up_early
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
 
 SHORT = 128  # elements that a program should have at least, of several rows where one has fewer
-A_THREAD, MOST_WARPS = 8, 16  # elements of a row's largest tile
+A_THREAD = 8, 32  # elements of a row, at least, and at most where a program has more than USUAL warps
+USUAL, MOST_WARPS = 8, 16  # of a program: 8 were the fastest for rows of 2,304 to 20,480, at 1 to 4,096 of them
 GROUPS = (1, 2, 4, 16)  # runs of a product's terms, that are tried
 PROGRAMS = 64, 2048  # of a first launch that is tried, at least and at most
 FEW = 64  # rows, up to which a row's second launch has the chip to itself: four warps were the fastest at each
@@ -45,7 +46,7 @@ FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1, 16 and 64,
 
 @dataclass
 class HeldKernel(Kernel):
-    """`elements`: of the largest tile of one row, or of one part of it."""
+    """`elements`: of the largest tile of one row, or of one part of it, all its runs taken together."""
 
     elements: int
     front: tuple[int, int, int, int] | None  # columns, their stride in memory, runs, and chunks a run, of a product
@@ -60,7 +61,9 @@ class HeldKernel(Kernel):
 
     def warps(self, rows: int) -> int:
         """Of a program of so many whole rows. They are part of the order of its sums."""
-        return max(1, min(MOST_WARPS, rows * self.elements // (32 * A_THREAD)))
+        least, most = (rows * self.elements // (32 * each) for each in A_THREAD)
+        wanted = min(max(USUAL, most), MOST_WARPS, max(least, 1))
+        return 1 << (wanted.bit_length() - 1)
 
     def candidates(self, rows: int, device: torch.device) -> list[Spread]:
         """Ways to tile a product in front. Whole rows have one way, or a row's bits would depend on its batch."""

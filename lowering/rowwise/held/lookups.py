@@ -47,13 +47,14 @@ def picked_among(held: Held, x: Lazy, dim: int, index: Indices, where: Expr) -> 
     along = held.axis(x.size(dim), among := set(used))
     value = x.at((*index[:dim], along, *index[dim + 1 :]))
     lanes = among - used
-    if not any(expr.op == "summed" for expr in reachable([value], b.order)) or too_many(lanes | where.lanes | used):
+    summed = any(expr.op == "summed" for expr in reachable([value], b.order))
+    if not summed or too_many(lanes | where.lanes | used, held.runs):
         return None
     kind = torch.int32 if x.dtype.is_floating_point else x.dtype  # bits, which a sum with zeros leaves as they are
     if x.dtype.is_floating_point:
         value = b.make("bits", (b.cast(value, torch.float32),), kind)
     here = b.apply("eq", held.number(along, torch.int32), b.cast(where, torch.int32), dtype=torch.bool)
-    found = over_lanes(b, "add", b.apply("where", here, value, b.const(0, kind), dtype=kind), lanes)
+    found = over_lanes(held, "add", b.apply("where", here, value, b.const(0, kind), dtype=kind), lanes)
     return b.cast(b.make("bits", (found,), torch.float32), x.dtype) if x.dtype.is_floating_point else found
 
 

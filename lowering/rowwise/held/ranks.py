@@ -123,7 +123,7 @@ def pick(held: Held, found: Expr, picks: Lane, where: Index) -> Expr:
     here = b.apply("eq", held.number(Index(((1, picks),)), torch.int32), held.number(where, torch.int32),
                    dtype=torch.bool)  # fmt: skip
     zero = b.const(0.0 if found.dtype.is_floating_point else 0, found.dtype)
-    return over_lanes(b, "add", b.apply("where", here, found, zero, dtype=found.dtype), {picks})
+    return over_lanes(held, "add", b.apply("where", here, found, zero, dtype=found.dtype), {picks})
 
 
 RANKS: dict[Any, Any] = {ops.aten.topk.default: topk}

@@ -5,21 +5,23 @@
 
 Each store is asked for in lanes of its own. Where the answer is that a lane should be cut, or the store itself, that is
 done and asked again: so tiles fall into the groups that the body folds, and nothing is computed for columns where it is
-not needed. An output of parts laid side by side has a store for each.
+not needed. An output of parts laid side by side has a store for each, and so have the runs of a long axis.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import GraphModule, Node
 
 from v41.lowering.rowwise.axes import Refused
 from v41.lowering.rowwise.elementwise import ELEMENTWISE, FLOATS, FP8, INTS, scalar
-from v41.lowering.rowwise.expr import Builder, Expr
+from v41.lowering.rowwise.expr import Builder, Expr, reachable
 from v41.lowering.rowwise.held import folds, lookups, products, ranks, views
 from v41.lowering.rowwise.held.index import Index, Lane, NeedsSplit, Part
 from v41.lowering.rowwise.held.products import Front
@@ -30,6 +32,7 @@ from v41.regions import body_of, invoke_subgraph
 
 APART = 8  # elements of an outer axis that are stored one by one where all are too many at once
 TURNS = 200  # cuts of lanes and stores, after which something is wrong
+SPELLED = 1500  # operations of a kernel without loops
 HANDLERS = views.VIEWS | folds.FOLDS | lookups.LOOKUPS | products.PRODUCTS | ranks.RANKS
 TYPES = (*FLOATS, *INTS, *FP8, torch.bool)
 
@@ -54,6 +57,17 @@ class Kept:
     stores: list[Store]
     front: Front | None
     parts: int
+    runs: int  # the most that an axis is cut into
+
+    @property
+    def order(self) -> list[Expr]:
+        """What the stores need, in order."""
+        return reachable([store.value for store in self.stores], self.builder.order)
+
+    @property
+    def elements(self) -> int:
+        """Of the largest tile of a row, or of a part of it, all its runs taken together."""
+        return max((int(np.prod([lane.padded for lane in expr.lanes])) for expr in self.order), default=1) * self.runs
 
 
 class NeedsParts(Exception):
@@ -61,11 +75,24 @@ class NeedsParts(Exception):
 
 
 def read(body: GraphModule) -> Kept:
-    """What `body` stores, or NotRowwise."""
+    """What `body` stores, or NotRowwise. Long axes are cut into runs, unless that is more than a kernel spells out, or
+    what is beside them then seems too much at once."""
     try:
-        return _read(body, 1)
+        kept = _in_parts(body, cuts=True)
+    except NotRowwise:
+        kept = None
+    if kept is None or (kept.runs > 1 and len(kept.order) > SPELLED):
+        kept = _in_parts(body, cuts=False)
+    if (count := len(kept.order)) > SPELLED:
+        raise NotRowwise(body.graph.output_node(), f"takes {count} operations to spell out")
+    return kept
+
+
+def _in_parts(body: GraphModule, cuts: bool) -> Kept:
+    try:
+        return _read(body, 1, cuts)
     except NeedsParts:
-        return _read(body, parts_of(body))
+        return _read(body, parts_of(body), cuts)
 
 
 def parts_of(body: GraphModule) -> int:
@@ -75,8 +102,8 @@ def parts_of(body: GraphModule) -> int:
     return sizes.pop() if len(sizes) == 1 else 1
 
 
-def _read(body: GraphModule, parts: int) -> Kept:
-    held = Held(Builder(), parts=parts)
+def _read(body: GraphModule, parts: int, cuts: bool) -> Kept:
+    held = Held(Builder(), parts=parts, cuts=cuts)
     arguments = [_input(held, i, n) for i, n in enumerate(n for n in body.graph.nodes if n.op == "placeholder")]
     end = body.graph.output_node()
     if held.rows is None:
@@ -91,7 +118,7 @@ def _read(body: GraphModule, parts: int) -> Kept:
             stores += _stores(held, number, value, parts_of(body))
         except Refused as refusal:
             raise NotRowwise(node, refusal.reason) from None
-    return Kept(held.builder, held.inputs, outputs, stores, held.front, held.parts)
+    return Kept(held.builder, held.inputs, outputs, stores, held.front, held.parts, held.runs)
 
 
 def _input(held: Held, index: int, node: Node) -> Any:
@@ -185,7 +212,7 @@ def _stores(
     if value.parts:
         return [store for dim, start, part in value.parts for store in
                 _stores(held, output, part, parts, base + start * strides[dim], strides)]  # fmt: skip
-    boxes = [tuple((0, size or 1) for size in value.shape)]
+    boxes = list(product(*(_runs(held, size or 1) for size in value.shape)))
     found: list[Store] = []
     while boxes:
         box = boxes.pop(0)
@@ -203,6 +230,12 @@ def _stores(
                 raise
             boxes[:0] = [(*box[:axis], (i, i + 1), *box[axis + 1 :]) for i in range(*box[axis])]
     return found
+
+
+def _runs(held: Held, size: int) -> list[tuple[int, int]]:
+    """Where the runs of an axis begin and end."""
+    run = size // held.runs_of(size)
+    return [(start, start + run) for start in range(0, size, run)]
 
 
 def _store(held: Held, output: int, value: Lazy, box: Any, base: int, strides: tuple[int, ...]) -> Store:

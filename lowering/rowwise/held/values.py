@@ -21,7 +21,8 @@ from v41.lowering.rowwise.read import Tensor
 Shape = tuple[int | None, ...]
 Indices = tuple[Index, ...]
 UNCUT = 16  # a lane so short stays whole unless asked
-LARGEST = 1 << 14  # elements of a row's largest tile: what the registers of a program hold
+LARGEST = 1 << 14  # elements of a row, or of a part of it, that a program has at once: what its registers hold
+LONG, MOST_RUNS = 1024, 9  # an axis so long, of an odd number of equal runs up to this, is taken run by run
 
 
 @dataclass(eq=False)
@@ -64,6 +65,16 @@ class Held:
     store: Indices = ()  # the index of the store that is asked for
     front: Any = None  # the product whose sums come before everything else (products.py)
     parts: int = 1  # of axis 1 of all results, each by a program of its own
+    cuts: bool = True  # whether long axes are taken run by run; else their odd part is a lane, which is padded
+    runs: int = 1  # the most that an axis is cut into
+
+    def runs_of(self, size: int) -> int:
+        """Into how many runs an axis is cut, each a power of two long: no lane of it is padded then."""
+        count = size // (size & -size) if self.cuts and size >= LONG else 1
+        if count > MOST_RUNS:
+            return 1
+        self.runs = max(self.runs, count)
+        return count
 
     def name_of(self, value: Lazy) -> str:
         return self.names.get(value, self.builder.name)
@@ -98,7 +109,7 @@ class Held:
 
     def read_at(self, op: str, offset: Index, dtype: torch.dtype, *data: object, rowwise: bool) -> Expr:
         taken = tuple(offset.taken())
-        lanes = check_size(offset.lanes())
+        lanes = check_size(offset.lanes(), self.runs)
         varies = rowwise or any(expr.row for expr in taken)
         return self.builder.make(op, taken, dtype, *data, offset, lanes=lanes, row=varies, wide=bool(lanes))
 
@@ -126,15 +137,15 @@ def inside(where: Index, size: int) -> Index:
     return Index(((1, Digit(where, 1, size)),))
 
 
-def check_size(lanes: Iterable[Lane]) -> frozenset[Any]:
-    if count := too_many(found := frozenset(lanes)):
+def check_size(lanes: Iterable[Lane], runs: int) -> frozenset[Any]:
+    if count := too_many(found := frozenset(lanes), runs):
         raise TooLarge(f"holds {count} values of a row at once")
     return found
 
 
-def too_many(lanes: Iterable[Lane]) -> int:
-    """The elements of a tile with `lanes`, if they are more than a program holds."""
-    count = 1
+def too_many(lanes: Iterable[Lane], runs: int) -> int:
+    """The elements of `runs` tiles with `lanes`, if they are more than a program holds."""
+    count = runs
     for lane in lanes:
         count *= lane.padded
     return count if count > LARGEST else 0
