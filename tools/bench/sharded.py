@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from v41.backend import shared_artifacts
 from v41.errors import BenchNeedsRanks
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
@@ -51,6 +52,7 @@ def bench_command(arguments: Namespace) -> int:
 
 
 @torch.no_grad()
+@shared_artifacts()  # pieces without a sum are the same in both of ours
 def measured(arguments: Namespace, device: str, share: Share, group: str) -> int:
     started, timed = time.perf_counter(), device != "cpu"
 
