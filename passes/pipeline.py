@@ -86,8 +86,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(take_in_combine, needs=(fuse_all_reduce,), serves=REDUCED),
     Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
 )
-CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that become pieces of their own
-ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor", "attention", "index_scores")  # likewise, for kernels
+CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that are pieces; with kernels, these, too:
+ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor", "engram_gate", "attention", "index_scores")
 SWITCHED_OFF = "switched off by torch (disabled_passes or its bisector)"
 ALONG = "rows"  # the size whose work is captured in pieces, apart from work with other sizes
 
