@@ -84,20 +84,24 @@ def inductor_pass(*passes: PassFunction | Pass, verify: bool = False) -> Any:
 
 
 def in_order(passes: Sequence[PassFunction | Pass]) -> tuple[Pass, ...]:
-    """Each pass as the pipeline has it, once, behind what it needs. A function that is not in it needs nothing."""
+    """Each pass as it is given, else as the pipeline has it, once, behind what it needs. A function that is not in the
+    pipeline needs nothing."""
     known = {each.run: each for each in PIPELINE}
-    found: dict[PassFunction, Pass] = {}
+    asked = [each if isinstance(each, Pass) else known.get(each, Pass(each)) for each in passes]
+    known |= {each.run: each for each in asked}
+    order: list[Pass] = []
 
-    def add(given: PassFunction | Pass) -> None:
-        each = given if isinstance(given, Pass) else known.get(given, Pass(given))
+    def add(each: Pass) -> None:
         for need in each.needs:
-            if need not in found:
-                add(need)
-        found.setdefault(each.run, replace(each, serves=None))  # asked for by name, whoever lowers its regions
+            if all(need is not other.run for other in order):
+                add(known.get(need, Pass(need)))
+        named = replace(each, serves=None)  # whoever lowers its regions
+        if named not in order:
+            order.append(named)
 
-    for given in passes:
-        add(given)
-    return tuple(found.values())
+    for each in asked:
+        add(each)
+    return tuple(order)
 
 
 def _take_over(gm: GraphModule, result: GraphModule) -> None:

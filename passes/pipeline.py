@@ -157,7 +157,7 @@ def _run(
     failure = warning = None
     decisions: list[Decision] | None = None
     try:
-        decisions = observed(gm, each.name, lambda gm: each.run(gm, **settings))
+        decisions = observed(gm, each.name, lambda gm: told_by(each.run, each.run(gm, **settings)))
         if known is not None:
             verify(gm, known, name=each.name, but=each.breaks, memory=memory)
         lint(gm, bodies=known is not None)
@@ -176,6 +176,13 @@ def _run(
     made = _run_of(each, decisions or [], before, after, milliseconds, failure)
     made.warning = warning
     return gm, made, after
+
+
+def told_by(run: PassFunction, decisions: object) -> list[Decision]:
+    """What `run` returned, if that is what a pass returns. None would look like a pass that torch left out."""
+    if not isinstance(decisions, list) or not all(isinstance(each, Decision) for each in decisions):
+        raise TypeError(f"{run.__name__} returned {str(decisions)[:60]} where a pass returns its decisions, as a list")
+    return decisions
 
 
 def _run_of(

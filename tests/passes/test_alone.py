@@ -350,3 +350,6 @@ def test_each_pass_comes_once_behind_what_it_needs() -> None:
     assert in_order([fold_sinkhorn, canonicalize, outline_mhc]) == (first, second, third)
     mine = Pass(call_balance, needs=(fold_sinkhorn,))
     assert in_order([mine]) == (first, second, mine)
+    set_otherwise = Pass(canonicalize, settings={"by": 1})
+    assert in_order([fold_sinkhorn, set_otherwise]) == (set_otherwise, second)
+    assert in_order([canonicalize, set_otherwise, canonicalize]) == (first, set_otherwise)

@@ -48,6 +48,14 @@ def lie(gm: GraphModule) -> list[Decision]:
     return []
 
 
+def say_nothing(gm: GraphModule) -> None:
+    outline_relu(gm)
+
+
+def say_how_often(gm: GraphModule) -> list[int]:
+    return [len(outline_relu(gm))]
+
+
 def add_two(gm: GraphModule) -> list[Decision]:
     """Sound in everything but what it computes."""
     node = next(node for node in gm.graph.nodes if node.target is aten.add.Tensor)
@@ -70,14 +78,14 @@ def test_a_pass_runs_with_its_settings_and_is_counted() -> None:
     assert run.launches_before == run.launches_after == 3  # no kernel of its own for a region of this kind
 
 
-@pytest.mark.parametrize("broken", [raise_in_the_middle, lie])
+@pytest.mark.parametrize("broken", [raise_in_the_middle, lie, say_nothing, say_how_often])
 def test_a_pass_that_fails_is_undone_and_named(broken: object) -> None:
     gm = program()
     key = structure_key(gm)
     passes = [Pass(broken), Pass(outline_relu, needs=(broken,)), Pass(find_nothing)]  # type: ignore[arg-type]
     after, (failed, dependent, other) = run_pipeline(gm, passes, check=True)
     assert structure_key(after) == key
-    assert failed.failure is not None and failed.failure.startswith(("KeyError", "InvariantBroken"))
+    assert failed.failure is not None and failed.failure.startswith(("KeyError", "InvariantBroken", "TypeError"))
     assert dependent.failure == f"needs {failed.name}, which is off"
     assert other.failure is None
     after.recompile()
@@ -136,7 +144,9 @@ def test_a_changed_value_is_found_where_values_are_compared() -> None:
     assert (good.applied, good.failure, good.warning) == (1, None, None)
 
 
-@pytest.mark.parametrize(("broken", "error"), [(raise_in_the_middle, PassFailed), (lie, InvariantBroken)])
+@pytest.mark.parametrize(
+    ("broken", "error"), [(raise_in_the_middle, PassFailed), (lie, InvariantBroken), (say_nothing, PassFailed)]
+)
 def test_strictly_a_pass_that_fails_raises(broken: object, error: type[V41Error]) -> None:
     with pytest.raises(error) as caught:
         run_pipeline(program(), [Pass(broken)], check=True, strict=True)  # type: ignore[arg-type]
