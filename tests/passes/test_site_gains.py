@@ -12,6 +12,7 @@ from tests.passes.test_assign_streams import EARLY, LATE, RUNGS, TWICE, check_st
 from tests.strategies import side_work
 from tests.strategies.side_work import by_nodes, planned, program
 from v41.passes.assign_streams import Site, assign_streams, sites_of
+from v41.passes.structure import structure_key
 
 LOST = "it gains where it was measured on this GPU"
 
@@ -67,6 +68,31 @@ def test_a_sites_key_tells_its_work_and_what_runs_beside_it() -> None:
     assert all(len(each) == 1 for each in keys.values())
     assert keys["as it is"] == keys["again"] == keys["more behind it"]
     assert len({keys[name][0] for name in ("as it is", "more beside it", "early")}) == 3
+
+
+def test_a_site_of_which_a_part_cannot_run_alone_is_judged_by_prediction() -> None:
+    """The cone's piece has no time of its own, all else has."""
+    _, plan = compiled(*LATE)
+    (site,) = sites_of(plan)
+    cone = structure_key(site.side.body)
+    partly = lambda body, rows: None if structure_key(body) == cone else by_nodes(body, rows)
+    (decision,) = assign_streams(plan, RUNGS, partly)[1]
+    assert decision.times is not None and decision.times["measured gain"] == {}
+    assert decision.times["gain"] == decision.times["predicted gain"]
+
+
+def test_what_cannot_be_captured_is_never_measured() -> None:
+    """Measuring replays a graph. The host's look-up beside a site is predicted."""
+    _, plan = compiled(*LATE)
+    host, asked = plan.pieces[1], list[GraphModule]()
+    pieces = [replace(piece, uncapturable="it asks the host") if piece is host else piece for piece in plan.pieces]
+
+    def measure(body: GraphModule, rows: int) -> float:
+        asked.append(body)
+        return by_nodes(body, rows)
+
+    (decision,) = assign_streams(replace(plan, pieces=tuple(pieces)), RUNGS, measure)[1]
+    assert decision.times is not None and plan.pieces[2].body in asked and host.body not in asked
 
 
 def test_two_cones_of_one_piece_have_keys_of_their_own() -> None:
