@@ -34,6 +34,7 @@ from v41._compat import (
 from v41._compat_cache import loaded_inductor_code, stored_inductor_code
 from v41._compat_sizes import Numbers, with_sizes
 from v41.lowering.grouped_products import grouped_products
+from v41.lowering.inverse_orders import inverse_orders
 from v41.lowering.narrow_products import narrow_products
 from v41.lowering.piece_inputs import checker
 from v41.lowering.tiers import Limits, Tier, chooser, distinct
@@ -83,6 +84,7 @@ def compile_piece(
     assert beyond is not None or not tiers
     piece = flatten(gm)
     drop_whole_slices(piece)
+    inverse_orders(piece)
     narrowed, grouped = narrow_products(piece), grouped_products(piece)
     placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
     metas = [node.meta["val"] for node in placeholders]
