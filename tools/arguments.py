@@ -35,7 +35,7 @@ def add_layers(command: argparse.ArgumentParser) -> None:
     command.add_argument("--layers", type=positive, metavar="N", help="the first N layers of a preset or checkpoint")
     told = "as one of N processes that share a preset or checkpoint runs it (1)"
     command.add_argument("--ranks", type=positive, metavar="N", help=told)
-    told = "of ranks: add up in a kernel with what reads the sum, or (this) as the library does it"
+    told = "of ranks: add up in a kernel with what reads the sum (this), or as the library does it"
     command.add_argument("--all-reduce", choices=ALL_REDUCES[1:], help=told)
 
 

@@ -24,8 +24,8 @@ def regions_expected(config: V41Config, *, shared: bool = False) -> dict[str, in
     """Of every layer a gate, experts, attention with its output projection, and the norms of queries and window keys.
 
     A KV source norms its index keys; it pools its latents, or norms them where each token is an entry. A single
-    iteration of Sinkhorn is no loop. Behind the last source rows are taken once. Where ranks share the model, each
-    sublayer's output is summed in front of what reads it.
+    iteration of Sinkhorn is no loop. Behind the last source rows are taken once; where there is none, in front of the
+    last layer. Where ranks share the model, each sublayer's output is summed in front of what reads it.
     """
     sites, layers = config.boundary_sites(), config.num_hidden_layers
     sources = config.kv_source_layer_ids
@@ -43,9 +43,7 @@ def regions_expected(config: V41Config, *, shared: bool = False) -> dict[str, in
         **dict.fromkeys(("engram_lookup", "engram_gate"), engrams),
         "compressor": pooled,
         "norm_quantise": 2 * layers + 2 * len(sources) - pooled,
-        "kept_rows": int(bool(sources))
-        if inner_last(config) is None
-        else 3,  # inner rows of all rows, and of kept ones
+        "kept_rows": 1 if inner_last(config) is None else 3,  # inner rows of all rows, and of kept ones
     }
     if shared:
         fused = {"seam": sites.seams, "post": sites.after_engram, "exit": sites.exit}

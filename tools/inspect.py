@@ -35,7 +35,6 @@ from v41.passes.pipeline import PIPELINE
 from v41.plan import Piece, Plan
 from v41.regions import Region, body_of, is_region, region_of
 from v41.report import CompileReport, Decision, collect, publish
-from v41.sums import LIBRARY
 from v41.tools.nodes import module_of
 from v41.tools.planning import plan_only
 
@@ -91,7 +90,7 @@ def capture_call(
     *,
     codegen: str = "eager",
     verify: bool | str = False,
-    all_reduce: str = LIBRARY,
+    all_reduce: str | None = None,
     told: Callable[[str], None] = lambda phase: None,
 ) -> Inspection:
     """A call of the model with the inputs that `make` returns with it, captured. GraphNotWhole where Dynamo cuts it,

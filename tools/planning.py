@@ -20,7 +20,7 @@ from v41._compat_trace import functional_aten
 from v41.backend import gradients_requested, in_buckets, kept_whole, planned, refuse_gradients
 from v41.options import parse
 from v41.report import CompileReport
-from v41.sums import LIBRARY
+from v41.sums import FUSED, LIBRARY, groups_of
 
 ORDERS = {"triton": ("triton", "inductor", "eager"), "inductor": ("inductor", "eager"), "eager": ("eager",)}
 WHO = {
@@ -28,6 +28,7 @@ WHO = {
     "inductor": "as on a device that keeps the rounding points",
     "eager": "as on a CPU",
 }
+SUMS = {FUSED: "as on GPUs that can write each other's memory", LIBRARY: "no kernel adds up over ranks there"}
 
 
 def plan_only(
@@ -36,18 +37,19 @@ def plan_only(
     codegen: str,
     verify: bool | str = False,
     heard: Callable[[str], None] = lambda phase: None,
-    all_reduce: str = LIBRARY,
+    all_reduce: str | None = None,
 ) -> CompileReport:
-    """The report of `gm`, with its plan. verify, all_reduce: the backend's options of these names. heard: is told what
-    begins."""
-    options, order = parse({"verify": verify, "all_reduce": all_reduce}, None), ORDERS[codegen]
+    """The report of `gm`, with its plan. verify, all_reduce: the backend's options of these names; None: kernels add up
+    over ranks where there are kernels. heard: is told what begins."""
+    sums = all_reduce or (FUSED if codegen == "triton" else LIBRARY)
+    options, order = parse({"verify": verify, "all_reduce": sums}, None), ORDERS[codegen]
     refuse_gradients(gm, inputs)
     report = CompileReport(graph_break=graph_break(gm), recompiles=times_compiled_before())
     report.cache = "off: nothing is compiled"
     told = "options" if verify else "default"
     report.options = {"codegen": (codegen, WHO[codegen]), "verify": (verify, told)}
-    if all_reduce != LIBRARY:
-        report.options["all_reduce"] = (all_reduce, "options, as on GPUs that can write each other's memory")
+    if groups_of(gm):
+        report.options["all_reduce"] = (sums, "options" if all_reduce else SUMS[sums])
     names = [input_name(node) for node in gm.graph.nodes if node.op == "placeholder"]
     start = time.perf_counter()
 

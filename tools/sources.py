@@ -31,7 +31,7 @@ from v41.model_def.config import PRESETS, V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import WHOLE, Share
 from v41.report import collect
-from v41.sums import FUSED, LIBRARY
+from v41.sums import LIBRARY
 from v41.tools.inspect import PHASES, Inspection, capture_call, first_layers, line_of, step_of
 from v41.tools.nearest import choices
 from v41.tools.progress import progress
@@ -40,7 +40,7 @@ from v41.tools.run_folder import MAIN, load
 
 CODEGEN = "triton"  # as which a model is captured where none is asked for
 OF_CAPTURES = ("codegen", "layers", "ranks", "all_reduce")  # options that say how a model is captured
-IN_KERNELS = "sums in kernels"  # so a model is called of which ranks add up in kernels of ours
+BY_LIBRARY = "sums by the library"  # so a model is called whose ranks are not to add up in kernels
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Model:
     name: str  # "preset flash, 3 layers"
     make: Callable[[], tuple[nn.Module, Sequence[Any]]]
     ranks: int = 1  # that share it
-    all_reduce: str = LIBRARY  # who adds up over them
+    all_reduce: str | None = None  # the backend's option of that name; None where nobody asked
 
 
 def run_named(arguments: Namespace, *, changes: bool = False) -> Run:
@@ -75,7 +75,7 @@ def needs_model(folder: str, what: str, command: str) -> NeedsModel:
     words = [name.removeprefix("preset ").removeprefix("checkpoint ")]
     words += [f"--layers {cut.split()[0]}" for cut in cuts if cut.endswith(" layers")]
     words += [f"--ranks {cut.split()[2]}" for cut in cuts if cut.endswith(" ranks")]
-    words += [f"--all-reduce {FUSED}" for cut in cuts if cut == IN_KERNELS]
+    words += [f"--all-reduce {LIBRARY}" for cut in cuts if cut == BY_LIBRARY]
     return NeedsModel(folder, what=what, source=source, command=command.format(" ".join(words)))
 
 
@@ -99,7 +99,7 @@ def model_of(arguments: Namespace) -> Model:
     if ":" in name and name not in PRESETS and not os.path.isdir(name):
         refuse_unused(arguments, ("layers", "ranks"), "the function returns the model as it is to be")
     check_sums(arguments)
-    return model_named(name, arguments.layers, arguments.ranks or 1, arguments.all_reduce or LIBRARY)
+    return model_named(name, arguments.layers, arguments.ranks or 1, arguments.all_reduce)
 
 
 def refuse_unused(arguments: Namespace, names: Sequence[str], reason: str) -> None:
@@ -118,7 +118,7 @@ def inspected(model: Model, codegen: str, *, changes: bool = False, verify: bool
         return capture_call(model.make, codegen=codegen, verify=verify, all_reduce=model.all_reduce, told=told)
 
 
-def model_named(name: str, layers: int | None = None, ranks: int = 1, all_reduce: str = LIBRARY) -> Model:
+def model_named(name: str, layers: int | None = None, ranks: int = 1, all_reduce: str | None = None) -> Model:
     """The model of that name, cut to its first `layers`, as the first of `ranks` runs it. UnknownModel says what names
     there are, and the nearest."""
     if is_run(name):
@@ -132,12 +132,12 @@ def model_named(name: str, layers: int | None = None, ranks: int = 1, all_reduce
     raise UnknownModel("v41 MODEL", name=name, known=choices(name, PRESETS))
 
 
-def _of_config(name: str, config: V41Config, layers: int | None, ranks: int, all_reduce: str) -> Model:
+def _of_config(name: str, config: V41Config, layers: int | None, ranks: int, all_reduce: str | None) -> Model:
     cut = first_layers(config, layers or config.num_hidden_layers)
     told = name if cut is config else f"{name}, {layers} layers"
     share = Share(0, ranks, ALL) if ranks > 1 else WHOLE
     told += f", one of {ranks} ranks" if ranks > 1 else ""
-    told += f", {IN_KERNELS}" if all_reduce == FUSED else ""
+    told += f", {BY_LIBRARY}" if all_reduce == LIBRARY else ""
     return Model(told, lambda: step_of(lambda: V41ForCausalLM(cut, share)), ranks, all_reduce)
 
 

@@ -209,7 +209,7 @@ def summed() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 
 @cache
-def run_of_summed(all_reduce: str) -> Run:
+def run_of_summed(all_reduce: str | None = None) -> Run:
     """`summed`, as the first of two ranks, of which no other and no group are there any more."""
     torch._dynamo.reset()
     with pretended(2), collect(programs=True):
