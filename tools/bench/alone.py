@@ -21,7 +21,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from v41.errors import BenchNeedsGPU
 from v41.model_def.batch import Batch, Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.config import V41Config
@@ -29,8 +28,9 @@ from v41.model_def.model import V41ForCausalLM
 from v41.report import collect
 from v41.tools.bench import timing
 from v41.tools.bench.contenders import values_of
+from v41.tools.bench.models import config_of, device_of, facts_of, model_of
 from v41.tools.bench.overlap_stress import copy_of
-from v41.tools.bench.program_cases import Case, cut, prepare
+from v41.tools.bench.program_cases import Case, prepare
 from v41.tools.lockstep import Broken, alike, lockstep, off
 from v41.tools.planned_step import PlannedStep, step_of, step_on_gpu
 from v41.tools.tables import add, table
@@ -42,15 +42,9 @@ Record = dict[str, Any]
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench alone` does."""
     started = time.perf_counter()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise BenchNeedsGPU("v41 bench alone", found="torch sees none; --device cpu runs the ATen nodes")
-    config = V41Config.preset(arguments.preset)
-    config = cut(config) if arguments.cut else config
-    model = V41ForCausalLM.random(config, 0, arguments.device).eval().requires_grad_(False)
-    result: Record = {
-        "case": "alone", **timing.provenance(), "rows": arguments.rows, "context": arguments.context,
-        "model": f"preset {arguments.preset}{', cut' if arguments.cut else ''}", "layers": config.num_hidden_layers,
-    }  # fmt: skip
+    device, config = device_of(arguments, "v41 bench alone", "runs the ATen nodes"), config_of(arguments)
+    model = model_of(config, device)
+    result: Record = facts_of("alone", arguments, config) | {"rows": arguments.rows, "context": arguments.context}
     with torch.no_grad():
         (case,) = prepare(model, [arguments.rows], [], arguments.context)
         step, result["compiled"] = compiled(model, case, arguments.codegen)

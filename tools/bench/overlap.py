@@ -30,8 +30,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from v41.errors import BenchNeedsGPU
-from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.plan import Plan
 from v41.regions import region_of, regions
@@ -39,9 +37,10 @@ from v41.report import CompileReport
 from v41.runtime.capture import CudaGraphs
 from v41.runtime.streams import CudaLanes
 from v41.tools.bench import overlap_sites, timing
+from v41.tools.bench.models import config_of, device_of, facts_of, model_of
 from v41.tools.bench.overlap_stress import lanes_for, same, stressed
 from v41.tools.bench.program import times
-from v41.tools.bench.program_cases import Case, cut, prepare
+from v41.tools.bench.program_cases import Case, prepare
 from v41.tools.graph_shape import GraphShape, shape_of, shape_table
 from v41.tools.planned_step import PlannedStep, step_of
 from v41.tools.tables import add, table
@@ -55,15 +54,11 @@ Record = dict[str, Any]
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench overlap` does."""
     started = time.perf_counter()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise BenchNeedsGPU("v41 bench overlap", found="torch sees none; --device cpu tries all but the times")
-    config = V41Config.preset(arguments.preset)
-    config = cut(config) if arguments.cut else config
-    model = V41ForCausalLM.random(config, 0, arguments.device).eval().requires_grad_(False)
+    device, config = device_of(arguments, "v41 bench overlap"), config_of(arguments)
+    model = model_of(config, device)
     result: Record = {
-        "case": "overlap sites" if arguments.sites else "overlap", **timing.provenance(),
-        "layers": config.num_hidden_layers, "context": arguments.context,
-        "model": f"preset {arguments.preset}{', cut' if arguments.cut else ''}", "rows": arguments.rows,
+        **facts_of("overlap sites" if arguments.sites else "overlap", arguments, config),
+        "context": arguments.context, "rows": arguments.rows,
         "asked": {"stress": arguments.stress, "budget": arguments.budget}, "records": [], "stress": [], "left_out": [],
     }  # fmt: skip
     if arguments.sites:

@@ -29,7 +29,6 @@ from rich.console import Console
 
 from v41._compat import without_passes
 from v41.backend import shared_artifacts
-from v41.errors import BenchNeedsGPU
 from v41.model_def.batch import Batch, Chunk, batch_facts, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
@@ -38,8 +37,9 @@ from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.report import CompileReport, collect
 from v41.tools.bench import timing
+from v41.tools.bench.models import config_of, device_of, facts_of, model_of
 from v41.tools.bench.program import clean_up
-from v41.tools.bench.program_cases import cut, token_ids
+from v41.tools.bench.program_cases import token_ids
 from v41.tools.tables import add, table
 
 CONTENDERS: dict[str, tuple[str, dict[str, Any], str]] = {  # replay, options, passes that are switched off
@@ -65,19 +65,12 @@ class Case:
 
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench prefill` does; 1 where a contender failed, its result is not eager's, or kept rows cost time."""
-    timed = arguments.device != "cpu"
-    if timed and not torch.cuda.is_available():
-        raise BenchNeedsGPU("v41 bench prefill", found="torch sees none; --device cpu tries all but the times")
-    started, device = time.perf_counter(), "cuda" if timed else "cpu"
-    config = V41Config.preset(arguments.preset)
-    config = cut(config) if arguments.cut else config
-    model = V41ForCausalLM.random(config, 0, device).eval().requires_grad_(False)
+    started, device, config = time.perf_counter(), device_of(arguments, "v41 bench prefill"), config_of(arguments)
+    timed, model = device != "cpu", model_of(config, device)
     cases = cases_of(config, arguments.tokens, arguments.chunk)
     cache = Cache.zeros(config, DECODING + 1, max(case.tokens for case in cases), device)
     result = {
-        "case": "prefill", **timing.provenance(),
-        "model": f"preset {arguments.preset}{', cut' if arguments.cut else ''}",
-        "layers": config.num_hidden_layers, "chunk": arguments.chunk, "codegen": arguments.codegen,
+        **facts_of("prefill", arguments, config), "chunk": arguments.chunk, "codegen": arguments.codegen,
         "contenders": dict[str, Any](), "records": list[Record](), "ratios": dict[str, Any](),
     }  # fmt: skip
     expected: dict[tuple[str, str], torch.Tensor | str] = {}

@@ -30,13 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from v41.errors import BenchNeedsGPU
-from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.bench import timing
 from v41.tools.bench.capacity import cost
 from v41.tools.bench.contenders import INDUCTOR, Contender, contender
-from v41.tools.bench.program_cases import Case, cut, eager_logits, floor_us, prepare, weight_bytes
+from v41.tools.bench.models import config_of, device_of, facts_of, model_of
+from v41.tools.bench.program_cases import Case, eager_logits, floor_us, prepare, weight_bytes
 from v41.tools.compare import agree
 from v41.tools.exact import Exact
 from v41.tools.generate_view import agreement_values
@@ -52,17 +51,11 @@ Slowest = Callable[[float], float]
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench program` does; 1 where v41's logits are not eager's or a contender of ours failed."""
     started = time.perf_counter()
-    timed = arguments.device != "cpu"
-    if timed and not torch.cuda.is_available():
-        raise BenchNeedsGPU("v41 bench program", found="torch sees none; --device cpu tries all but the times")
-    device = "cuda" if timed else "cpu"
-    config = V41Config.preset(arguments.preset)
-    config = cut(config) if arguments.cut else config
-    model = V41ForCausalLM.random(config, 0, device).eval().requires_grad_(False)
+    device, config = device_of(arguments, "v41 bench program"), config_of(arguments)
+    timed, model = device != "cpu", model_of(config, device)
     cases = prepare(model, arguments.rows, arguments.prefill, arguments.context)
     result = {
-        "case": "program", **timing.provenance(),
-        "model": f"preset {arguments.preset}{', cut' if arguments.cut else ''}", "layers": config.num_hidden_layers,
+        **facts_of("program", arguments, config),
         "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()), "context": arguments.context,
         "codegen": arguments.codegen, "records": list[Record](), "contenders": dict[str, Any](),
     }  # fmt: skip

@@ -7,7 +7,6 @@ Written with the model's own functions; sizes are the released ones unless `scal
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,7 @@ from v41.model_def.moe import swiglu
 from v41.model_def.norm import inverse_rms, rms_norm
 from v41.model_def.quantization import FP4_RECORD, FP8_RECORD, MXFP4_RECORD, fake_quant_fp8
 from v41.model_def.topk import topk_lowest_index
-from v41.regions import flatten
+from v41.tools.bench.seam import exported
 
 EPS = 1e-20
 Maker = Callable[..., Tensor]
@@ -67,14 +66,7 @@ def captured(fn: Callable[..., Any], arguments: tuple[Tensor, ...], per_row: int
     """`fn` as functional, decomposed ATen, dimension 0 of the first `per_row` arguments symbolic."""
     rows = torch.export.Dim("rows", min=2)
     dynamic = (tuple({0: rows} if i < per_row else None for i in range(len(arguments))),)
-    with warnings.catch_warnings():  # torch's own, about its own: copying a tree of inputs asks for a deprecated type
-        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-        program = torch.export.export(_Module(fn), arguments, dynamic_shapes=dynamic)
-        body = program.run_decompositions(decompositions()).graph_module
-    for node in reversed(body.graph.nodes):
-        if node.op == "call_function" and not node.users:  # assertions of dtype and device
-            body.graph.erase_node(node)
-    return flatten(body)
+    return exported(_Module(fn), arguments, dynamic, decompositions())
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

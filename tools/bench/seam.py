@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -73,11 +73,18 @@ def captured(module: torch.nn.Module, arguments: tuple[Tensor, ...], row_inputs:
     many, or of one for each number, which says how many times the rows it has."""
     rows, times = torch.export.Dim("rows", min=2), [1] * row_inputs if isinstance(row_inputs, int) else row_inputs
     known = [{0: rows if each == 1 else each * rows} for each in times]
-    dynamic = (*known, *[None] * (len(arguments) - len(known)))
+    return exported(module, arguments, (*known, *[None] * (len(arguments) - len(known))))
+
+
+def exported(
+    module: torch.nn.Module, arguments: tuple[Tensor, ...], dynamic: Any, table: Mapping[Any, Any] | None = None
+) -> GraphModule:
+    """The functional ATen graph of `module`, decomposed by `table` (None: torch's own), with what torch.export calls
+    dynamic shapes."""
     with warnings.catch_warnings():  # torch's own, about its own: copying a tree of inputs asks for a deprecated type
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
         program = torch.export.export(module, arguments, dynamic_shapes=dynamic)
-        body = program.run_decompositions().graph_module
+        body = program.run_decompositions(None if table is None else dict(table)).graph_module
     for node in reversed(body.graph.nodes):
         if node.op == "call_function" and not node.users:  # assertions of dtype and device
             body.graph.erase_node(node)

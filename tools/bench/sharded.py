@@ -28,14 +28,14 @@ from torch import Tensor
 
 from v41.backend import shared_artifacts
 from v41.errors import BenchNeedsRanks
-from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.model_def.parallel import Share
 from v41.runtime.exchange import exchanged
 from v41.tools.bench import timing
 from v41.tools.bench.contenders import Contender, Ours, Step, contender
+from v41.tools.bench.models import config_of, facts_of
 from v41.tools.bench.program import Record, attempt, clean_up, in_turn, line, overview, references
-from v41.tools.bench.program_cases import cut, prepare
+from v41.tools.bench.program_cases import prepare
 from v41.tools.ranks import alike, joined, own_device, random_model
 
 OURS = ("fused", "library")
@@ -59,13 +59,11 @@ def measured(arguments: Namespace, device: str, share: Share, group: str) -> int
     def heard(what: str, ours: Any) -> list[Any]:
         return [json.loads(each) for each in exchanged(group, what, json.dumps(ours))]
 
-    config = V41Config.preset(arguments.preset)
-    config = cut(config) if arguments.cut else config
+    config = config_of(arguments)
     model = random_model(config, 0, device, share).eval().requires_grad_(False)
     cases = prepare(model, arguments.rows, [], arguments.context)
     result: Record = {
-        "case": "sharded", **timing.provenance(),
-        "model": f"preset {arguments.preset}{', cut' if arguments.cut else ''}", "layers": config.num_hidden_layers,
+        **facts_of("sharded", arguments, config),
         "ranks": share.world, "context": arguments.context, "codegen": arguments.codegen,
         "records": list[Record](), "stress": list[Record](), "contenders": dict[str, Any](),
     }  # fmt: skip

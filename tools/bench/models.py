@@ -1,0 +1,38 @@
+"""models: what a bench of whole models runs on, as its arguments ask: a preset, or four layers of it, and a device."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+from v41.errors import BenchNeedsGPU
+from v41.model_def.config import V41Config
+from v41.model_def.model import V41ForCausalLM
+from v41.tools.bench import timing
+from v41.tools.bench.program_cases import cut
+
+
+def device_of(arguments: Namespace, command: str, on_cpu: str = "tries all but the times") -> str:
+    """The device asked for, which must be there. on_cpu: what `command` does on a CPU."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise BenchNeedsGPU(command, found=f"torch sees none; --device cpu {on_cpu}")
+    return str(arguments.device)
+
+
+def config_of(arguments: Namespace) -> V41Config:
+    """That of --preset, --cut or not."""
+    config = V41Config.preset(arguments.preset)
+    return cut(config) if arguments.cut else config
+
+
+def model_of(config: V41Config, device: str) -> V41ForCausalLM:
+    """Random weights, the same in every run, that no call trains."""
+    return V41ForCausalLM.random(config, 0, device).eval().requires_grad_(False)
+
+
+def facts_of(case: str, arguments: Namespace, config: V41Config) -> dict[str, Any]:
+    """How the JSON of a bench begins: which case, where, when, of which model."""
+    name = f"preset {arguments.preset}{', cut' if arguments.cut else ''}"
+    return {"case": case, **timing.provenance(), "model": name, "layers": config.num_hidden_layers}
