@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from v41.backend import effective_codegen
+from v41.codegen import effective_codegen
 from v41.errors import NoSuchDevice
 from v41.model_def.checkpoint import LoadSummary
 from v41.model_def.checkpoint import Progress as Hear

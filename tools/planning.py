@@ -17,7 +17,9 @@ from torch.fx import GraphModule
 
 from v41._compat import graph_break, input_name, times_compiled_before
 from v41._compat_trace import functional_aten
-from v41.backend import gradients_requested, in_buckets, kept_whole, planned, refuse_gradients
+from v41.backend import in_buckets, planned
+from v41.codegen import kept_whole
+from v41.gradients import gradients_requested, refuse_gradients
 from v41.options import parse
 from v41.report import CompileReport
 from v41.sums import FUSED, LIBRARY, groups_of

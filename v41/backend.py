@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from v41._compat import (
     graph_break,
     input_name,
     outputs_rebuilt_from_inputs,
-    outside_of_tracing,
     real_tensors,
     shape_ids,
     times_compiled_before,
@@ -33,7 +32,9 @@ from v41._compat import (
 from v41._compat_frames import is_cut
 from v41._compat_trace import functional_aten, young_garbage_alone
 from v41.artifact_cache import open_cache
-from v41.errors import CodegenHasNoDevice, GradientsRequested, UnknownBuckets
+from v41.codegen import effective_codegen, kept_whole, ways
+from v41.errors import UnknownBuckets
+from v41.gradients import gradients_requested, refuse_gradients
 from v41.lowering.grouped_products import MEAN
 from v41.lowering.tuned import Tuning
 from v41.model_def.buckets import Buckets
@@ -53,7 +54,7 @@ from v41.passes.replay_seam import parted
 from v41.passes.side_work import HALVES
 from v41.plan import Plan
 from v41.regions import REDUCED, cuts, flatten, region_of, regions
-from v41.report import Captures, CompileReport, programs_wanted, publish, source_of
+from v41.report import Captures, CompileReport, programs_wanted, publish
 from v41.runtime.all_kept import AllKept
 from v41.runtime.capture import CudaGraphs, Graphs
 from v41.runtime.executor import Artifact, Run, eager_artifact, executor
@@ -64,35 +65,6 @@ from v41.sums import FUSED, Checked, Sums, decided, told
 if TYPE_CHECKING:
     from v41.lowering.generated import GeneratedPiece
     from v41.lowering.rowwise import Unsupported
-
-# ATen kernels whose decomposition rounds otherwise: they stay whole where eager's bits are promised, which is on a CPU
-# and wherever pieces run their ATen nodes. Inductor calls eager's kernel for them.
-WHOLE_IN_EAGER = frozenset(
-    [
-        "_softmax",
-        "_log_softmax",
-        "_safe_softmax",
-        "logsumexp",
-        "silu",
-        "gelu",
-        "softplus",
-        "mish",
-        "elu",
-        "hardswish",
-        "log_sigmoid_forward",
-        "native_layer_norm",
-        "native_group_norm",
-        "native_batch_norm",
-        "_native_batch_norm_legit_no_training",
-        "_fused_rms_norm",
-        "linalg_vector_norm",
-        "std",
-        "std_mean",
-        "lerp",
-        "addcmul",
-        "mv",
-    ]
-)
 
 
 def v41(
@@ -202,11 +174,6 @@ def shared_artifacts() -> Iterator[None]:
         yield
     finally:
         SHARED.reset(before)
-
-
-def kept_whole(order: Sequence[str]) -> frozenset[str]:
-    """The ATen kernels that are not decomposed where pieces run in the ways `order`."""
-    return frozenset() if "inductor" in order else WHOLE_IN_EAGER
 
 
 @young_garbage_alone()
@@ -378,68 +345,7 @@ def compiled_by_inductor(body: GraphModule, names: Sequence[str], tiers: Sequenc
         return f"Inductor raised {type(error).__name__}: {first}"
 
 
-def ways(codegen: str, device: torch.device) -> tuple[str, ...]:
-    """The ways in which a piece may run under an effective codegen, the first that takes it wins; eager takes all."""
-    if codegen == "triton":
-        return ("triton", "eager") if inductor_refusal(device) else ("triton", "inductor", "eager")
-    return ("inductor", "eager") if codegen == "inductor" else ("eager",)
-
-
-def inductor_refusal(device: torch.device) -> str | None:
-    """Why Inductor does not keep the rounding points on `device`; None where it does."""
-    from v41.lowering.inductor import supported
-
-    with outside_of_tracing():
-        return supported(device)
-
-
-def effective_codegen(options: Options, device: torch.device) -> tuple[str, str]:
-    """How pieces run, and who decided: the option, or for "auto" what the device can do.
-
-    A CPU is where programs are checked, and "auto" waits for no C++ there. Elsewhere "triton" generates kernels
-    for regions where Triton compiles for the device; all else runs through Inductor where that keeps the rounding
-    points, else as eager.
-    """
-    from v41.lowering.generated import unsupported_device
-
-    who = "auto" if options.codegen == "auto" else "options"
-    if options.codegen == "eager":
-        return "eager", who
-    if options.codegen == "auto" and device.type == "cpu":
-        return "eager", 'auto on a CPU: Inductor takes minutes to compile there; codegen="inductor" asks for it'
-    no_kernels = unsupported_device(device)
-    if options.codegen == "triton" and no_kernels:
-        raise CodegenHasNoDevice(
-            "torch.compile(options=...)", codegen="triton", reason=no_kernels, others="eager or inductor"
-        )
-    reason = inductor_refusal(device)
-    if no_kernels is None and options.codegen != "inductor":
-        return "triton", f"{who}; the rest as eager: {reason}" if reason else f"{who}; the rest through inductor"
-    if options.codegen == "inductor":
-        return "inductor", "options" if reason is None else f"options, although {reason}"
-    return ("inductor", "auto") if reason is None else ("eager", f"auto: {reason}")
-
-
 def device_of(inputs: Sequence[Any]) -> torch.device:
     """The accelerator that the inputs live on, or the CPU."""
     devices = [value.device for value in inputs if isinstance(value, Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
-def refuse_gradients(gm: GraphModule, inputs: Sequence[Any]) -> None:
-    """Raises where gradients would flow, before tracing; a graph that switches them itself is left to AOTAutograd."""
-    needing = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
-    if needing and torch.is_grad_enabled() and not any(switches_gradients(node) for node in gm.graph.nodes):
-        raise gradients_requested(gm, inputs)
-
-
-def switches_gradients(node: Node) -> bool:
-    return "set_grad_enabled" in str(node.target) or "inference_mode" in str(node.target)
-
-
-def gradients_requested(gm: GraphModule, inputs: Sequence[Any]) -> GradientsRequested:
-    needing = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
-    tensors = [value for value in inputs if isinstance(value, Tensor)]
-    placeholder = [node for node in gm.graph.nodes if node.op == "placeholder"][needing[0]]
-    where = next((s for s in (source_of(node) for node in placeholder.users) if s != "unknown"), "torch.compile")
-    return GradientsRequested(where, count=len(needing), total=len(tensors), first=input_name(placeholder))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import v41
 from tests.strategies.tracing import trace
-from v41 import backend
+from v41 import backend, codegen
 from v41.errors import (
     CodegenHasNoDevice,
     GradientsRequested,
@@ -407,9 +407,9 @@ def test_auto_takes_eager_on_a_cpu_and_asks_what_another_device_can_do(monkeypat
         assert torch.equal(torch.compile(torch.exp, backend="v41")(x := torch.randn(3)), x.exp())
     chosen, why = reports[0].options["codegen"]
     assert chosen == "eager" and 'codegen="inductor"' in why
-    assert backend.effective_codegen(Options(), torch.device("xpu")) == ("inductor", "auto")
+    assert codegen.effective_codegen(Options(), torch.device("xpu")) == ("inductor", "auto")
     monkeypatch.setattr("v41.lowering.inductor.supported", lambda device: f"not on {device}")
-    assert backend.effective_codegen(Options(), torch.device("xpu")) == ("eager", "auto: not on xpu")
+    assert codegen.effective_codegen(Options(), torch.device("xpu")) == ("eager", "auto: not on xpu")
 
 
 def roundings(x: Tensor, weight: Tensor) -> Tensor:
@@ -471,12 +471,12 @@ def test_pieces_between_regions_are_no_fallback(monkeypatch: pytest.MonkeyPatch)
 def test_auto_takes_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setattr("v41.lowering.inductor.supported", lambda device: None)
-    assert backend.effective_codegen(Options(), gpu) == ("triton", "auto; the rest through inductor")
-    assert backend.ways("triton", gpu) == ("triton", "inductor", "eager")
+    assert codegen.effective_codegen(Options(), gpu) == ("triton", "auto; the rest through inductor")
+    assert codegen.ways("triton", gpu) == ("triton", "inductor", "eager")
     monkeypatch.setattr("v41.lowering.inductor.supported", lambda device: "it rounds less")
-    assert backend.effective_codegen(Options("triton"), gpu) == ("triton", "options; the rest as eager: it rounds less")
-    assert backend.ways("triton", gpu) == ("triton", "eager")
-    assert backend.effective_codegen(Options("eager"), gpu)[0] == "eager"
+    assert codegen.effective_codegen(Options("triton"), gpu) == ("triton", "options; the rest as eager: it rounds less")
+    assert codegen.ways("triton", gpu) == ("triton", "eager")
+    assert codegen.effective_codegen(Options("eager"), gpu)[0] == "eager"
 
 
 def test_programs_are_in_the_report_on_demand() -> None:

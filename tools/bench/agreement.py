@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from v41.backend import effective_codegen
+from v41.codegen import effective_codegen
 from v41.options import Options
 from v41.report import collect
 from v41.tools.bench import timing
