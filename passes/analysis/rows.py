@@ -259,6 +259,12 @@ class Forward:
         computes = [node for node, what in found.items() if what == "collective" and rule_of(node) is not None]
         return frozenset(node for node, what in found.items() if what is not None and node not in computes)
 
+    @cached_property
+    def numbers(self) -> frozenset[Node]:
+        """Those that take a number from a tensor. Who reads a number demands no rows, so what it hangs on always is."""
+        held = (Tensor, tuple, list)
+        return frozenset(n for n in self.mixing if _reads_data(n) and not isinstance(n.meta.get("val"), held))
+
     def layout(self, node: Node) -> Layout | None:
         value = self.values.get(node)
         values = value if isinstance(value, tuple) else (value,)
@@ -321,7 +327,8 @@ class Backward:
             self.demands[node], self.why[node] = after, reason
 
     def _pass_on(self, node: Node) -> None:
-        demand = EVERY if node in self.forward.effects else self.demand(node)
+        always = node in self.forward.effects or node in self.forward.numbers
+        demand = EVERY if always else self.demand(node)
         if not demand:
             return
         for operand, flow in self.forward.flows[node]:

@@ -16,6 +16,8 @@ EQUIVALENT: dict[str, str] = {
     "passes/analysis/rows.py row_demand: inputs.starts is not None and inputs.late_floors is not None and"
     " (inputs.logit_rows is not None)  ->  inputs.starts is not None and inputs.logit_rows is not None": "without late"
     " floors no mask is known to be theirs, and no window stops",
+    "passes/analysis/rows.py Forward._masks: meaning is not None and meaning.of in FLOORS.values()  ->  meaning is not"
+    " None": "others are kept under other words, for which nobody asks",
     "passes/analysis/row_rules.py rule_of: is_pointwise and (not random) and (not written_args(node))  ->  is_pointwise"
     " and (not written_args(node))": "no operator of torch is tagged as both",
     "passes/analysis/algebra.py expression: _integer(size) if isinstance(size, int) else _expression(as_python(size))"

@@ -20,6 +20,7 @@ from v41.passes.analysis import rows
 from v41.passes.analysis.row_flows import Flow
 from v41.passes.analysis.row_rules import RULES
 from v41.passes.analysis.rows import EVERY, NOTHING, Demand, RowDemand, row_demand
+from v41.regions import outline
 
 aten, prims, c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 
@@ -313,3 +314,45 @@ def test_of_what_has_no_rows_all_is_demanded_or_nothing() -> None:
     whole = row_demand(gm, promised(inputs))
     assert not whole.of[inputs["x"]].every
     assert (whole.of[inputs["weight"]], whole.of[inputs["experts"]]) == (EVERY, NOTHING)
+
+
+def test_what_is_inside_a_region_is_known_behind_it() -> None:
+    """Rows of its results are rows of the program: what reads some of them demands some."""
+    gm, inputs = build(["gelu", "norm"])
+    plain = row_demand(gm, promised(inputs)).of[inputs["x"]]
+    gelu = next(node for node in gm.graph.nodes if node.op == "call_function")
+    call = outline(gm, [gelu], kind="part")
+    whole = row_demand(gm, promised(inputs))
+    assert not plain.every and whole.of[inputs["x"]] == plain and not whole.of[call].every
+
+
+def test_a_number_that_is_taken_from_rows_demands_them_all() -> None:
+    """x[0, 0] as a number of Python's: no rule follows it, so all that it may hang on is kept."""
+
+    def make(write: Writer, x: Node) -> Node:
+        number = write.graph.call_function(aten._local_scalar_dense.default, (first_row(write, first_row(write, x)),))
+        number.meta["val"] = 1.0
+        return write(aten.mul.Tensor, x, number, like=x)
+
+    demand, whole = demanded_of(make)
+    assert demand == EVERY
+    assert [node.target for node in whole.forward.mixing] == [aten.select.int, aten._local_scalar_dense.default]
+
+
+def test_a_constant_of_the_program_mixes_nothing() -> None:
+    write = Writer()
+    x = write.inputs["x"]
+    held = write.graph.get_attr("held")
+    held.meta["val"] = write.inputs["weight"].meta["val"]
+    taken = write(aten.index.Tensor, write(aten.mm.default, x, held), [write.inputs["logit_rows"]])
+    write.graph.output((taken,))
+    gm = GraphModule({"held": torch.ones(8, 8)}, write.graph)
+    whole = row_demand(gm, promised(write.inputs))
+    assert not whole.of[x].every and not whole.forward.mixing
+
+
+def test_a_demand_says_which_rows_it_is() -> None:
+    index = Graph().placeholder("logit_rows")
+    said = {str(demand) for demand in (NOTHING, EVERY, Demand(last=1), Demand(chosen={index: 0}))}
+    assert said == {"nothing", "all", "last 1", "logit_rows"}
+    assert str(Demand(last=2, chosen={index: 1})) == "last 2, logit_rows and 1 before"
