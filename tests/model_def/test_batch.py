@@ -235,6 +235,12 @@ def test_what_has_another_type_is_named(chunks: Any, what: str) -> None:
     assert refusal.value.facts["what"] == what and "build_batch(chunks" in str(refusal.value)
 
 
+@pytest.mark.parametrize(("device", "found"), [(None, "meta"), ("cpu", "cpu")])
+def test_a_batch_is_where_its_cache_is_unless_told_otherwise(device: str | None, found: str) -> None:
+    batch = build_batch(TINY, Cache.zeros(TINY, 1, 16, "meta"), [Chunk([1, 2, 3], 0, 0)], device=device)
+    assert {tensor.device.type for _, tensor in tensors_of(batch)} == {found}
+
+
 def test_moving_a_batch_keeps_its_marks_and_its_numbers() -> None:
     batch = build_batch(TINY, Cache.zeros(TINY, 1, 16), [Chunk([1, 2, 3], 0, 0)])
     moved = batch.to("meta")
