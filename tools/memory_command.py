@@ -32,7 +32,7 @@ from v41.tools.steps import Step, alike, heading, step_of_rows, steps_of
 from v41.tools.tables import add, say, table
 
 MIB, WIDTH, LISTED = 2**20, 72, 8
-BARS = "▁▂▃▄▅▆▇█"
+BARS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*%#"  # the second where the first cannot be printed
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def show(
     found = [by_step[id(same[0])] for same in groups]
     for memory, same in zip(found, groups, strict=True):
         say(console, heading(same), "bold")
-        for line in curve_lines(run.plan, memory):
+        for line in curve_lines(run.plan, memory, bars_in(console.encoding)):
             say(console, line)
         console.print(fullest_table(run.plan, memory, None if everything else LISTED))
         console.print()
@@ -120,17 +120,26 @@ def show(
     say(console, "between pieces alone: what a piece holds while it runs comes on top; caches are as captured")
 
 
-def curve_lines(plan: Plan, memory: Memory) -> Iterator[str]:
+def bars_in(encoding: str) -> str:
+    """Eight letters, from low to high, that can be written so."""
+    try:
+        BARS.encode(encoding)
+    except UnicodeEncodeError:
+        return PLAIN
+    return BARS
+
+
+def curve_lines(plan: Plan, memory: Memory, bars: str = BARS) -> Iterator[str]:
     if memory.peak:
         name = plan.pieces[memory.at].name
-        yield f"{sparkline(memory.curve)}  at most {memory.peak / MIB:.3g} MiB, while {name} runs"
+        yield f"{sparkline(memory.curve, bars=bars)}  at most {memory.peak / MIB:.3g} MiB, while {name} runs"
 
 
-def sparkline(curve: Sequence[int], width: int = WIDTH) -> str:
+def sparkline(curve: Sequence[int], width: int = WIDTH, bars: str = BARS) -> str:
     """One bar for each piece, or, of more than `width`, for each run of them: the fullest of it."""
     run = -(-len(curve) // width) or 1
     columns, top = [max(curve[i : i + run]) for i in range(0, len(curve), run)], max(curve, default=0)
-    return "".join(BARS[(len(BARS) - 1) * value // top if top else 0] for value in columns)
+    return "".join(bars[(len(bars) - 1) * value // top if top else 0] for value in columns)
 
 
 def fullest_table(plan: Plan, memory: Memory, most: int | None = LISTED) -> Table:

@@ -16,7 +16,19 @@ from tests.tools.printed import printed
 from tests.tools.small_models import WIDTH, run_of_balanced
 from v41.plan import Buffer, Piece, Plan
 from v41.tools.cli import main
-from v41.tools.memory_command import BARS, MIB, Memory, fewer, fullest_table, memory_of, pools_table, show, sparkline
+from v41.tools.memory_command import (
+    BARS,
+    MIB,
+    PLAIN,
+    Memory,
+    bars_in,
+    fewer,
+    fullest_table,
+    memory_of,
+    pools_table,
+    show,
+    sparkline,
+)
 from v41.tools.run_folder import save
 from v41.tools.steps import Step
 
@@ -86,6 +98,13 @@ def test_a_line_of_bars_shows_the_fullest_and_fits(curve: list[int]) -> None:
     assert len(line) <= 40 and set(line) <= set(BARS)
     run = -(-len(curve) // 40)
     assert line[curve.index(max(curve)) // run] == (BARS[-1] if max(curve) else BARS[0])
+
+
+def test_where_bars_cannot_be_printed_letters_stand_for_them() -> None:
+    curve = [0, 3, 9, 4]
+    plain = sparkline(curve, bars=bars_in("ascii"))
+    assert (bars_in("utf-8"), bars_in("ascii"), bars_in("latin-1")) == (BARS, PLAIN, PLAIN) and plain.isascii()
+    assert [PLAIN.index(letter) for letter in plain] == [BARS.index(letter) for letter in sparkline(curve)]
 
 
 def test_the_table_of_what_lives_at_the_peak() -> None:
