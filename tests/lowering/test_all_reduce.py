@@ -4,19 +4,17 @@ whatever the way and however ranks drift apart; each planted flaw of the protoco
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.lowering.ranks import Ranks, shifted
 from tests.lowering.rowwise.boundaries import layer_norm, rms_norm
@@ -29,6 +27,7 @@ from v41.model_def import mhc
 from v41.passes.same_values import random_inputs
 from v41.regions import behind_sum
 
+pytestmark = pytest.mark.usefixtures("fake_group")
 COUNT, WIDTH = 3, 128  # of ranks: no power of two, and enough for their order to show
 functional = torch.ops._c10d_functional
 WAYS = {  # heights, shares and launches of one shot; units of rows and of columns in two
@@ -82,20 +81,6 @@ BODIES: dict[str, tuple[Callable[..., Any], Callable[[int], list[Tensor]], list[
     "fp32": (residual, lambda T: [torch.randn(T, WIDTH), torch.randn(T, WIDTH)], [torch.randn(WIDTH)]),
     "odd width": (residual, lambda T: [bf16(T, 100), bf16(T, 100)], [torch.randn(100)]),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
-    """Traced functions run once, on a group that is this process alone."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=COUNT)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(COUNT) as processes:
-        yield processes
 
 
 @cache

@@ -3,16 +3,14 @@ parts as eager makes them; bodies that cannot be made as they are sent are refus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.lowering.ranks import Ranks, shifted
 from tests.lowering.rowwise.boundaries import rms_norm
@@ -24,6 +22,7 @@ from v41.lowering.templates.all_reduce.launch import MOST
 from v41.regions import behind_sum, front_of_sum
 from v41.tools.bench.seam import captured
 
+pytestmark = pytest.mark.usefixtures("fake_group")
 COUNT, WIDTH, PICKS = 2, 128, 3
 
 
@@ -69,19 +68,6 @@ class Body(nn.Module):
         own, (x, w) = given[: self.count], given[self.count :]
         y = summed(self.front(*own))
         return x + y, rms_norm(x + y, w)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=COUNT)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(COUNT) as processes:
-        yield processes
 
 
 def body_of(front: Callable[..., Tensor], own: Sequence[Tensor], width: int = WIDTH) -> GraphModule:
