@@ -113,9 +113,10 @@ def test_coefficients_of_any_site(site: tuple[Tensor, Mix]) -> None:
 
 @given(mixes())
 def test_sinkhorn_ends_with_columns_that_sum_to_one(site: tuple[Tensor, Mix]) -> None:
+    """But for eps, which takes eps / s of a column that had the sum s before: 2e-5 where one iteration leaves 0.05."""
     X, mix = site
-    comb = coefficients(X, replace(mix, eps=EPS))[2]
-    assert (comb.sum(-2) - 1).abs().le(1e-5).all() and (comb >= 0).all()
+    comb = coefficients(X, replace(mix, eps=1e-30))[2]
+    assert (comb.sum(-2) - 1).abs().le(1e-6).all() and (comb >= 0).all()
 
 
 def test_sinkhorn_of_a_permutation_far_from_uniform() -> None:
