@@ -95,11 +95,14 @@ def test_golden_outputs_see(golden: Golden, mutant: str, monkeypatch: pytest.Mon
 
 
 def slow_moe(moe: MoE, config: V41Config, x: Tensor) -> Tensor:
-    """fp64, a token at a time, an expert at a time; bf16 weights. Rounds nowhere."""
+    """fp64, a token at a time, an expert at a time; bf16 weights. Rounds what linears return and what W2 reads, as the
+    model does."""
+    in_bf16 = lambda v: v.bfloat16().double()
+
     def expert(v: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, weight: float) -> Tensor:
-        g, u = w1.double() @ v, w3.double() @ v
+        g, u = in_bf16(w1.double() @ v), in_bf16(w3.double() @ v)
         g, u = g.clamp(max=config.swiglu_limit), u.clamp(-config.swiglu_limit, config.swiglu_limit)
-        return w2.double() @ (g * torch.sigmoid(g) * u * weight)
+        return in_bf16(w2.double() @ in_bf16(g * torch.sigmoid(g) * u * weight))
 
     out = []
     routed, shared = moe.experts, moe.shared_experts
@@ -107,7 +110,7 @@ def slow_moe(moe: MoE, config: V41Config, x: Tensor) -> Tensor:
         s = torch.log1p(torch.exp(moe.gate.weight.double() @ v)).sqrt()
         order = sorted(range(len(s)), key=lambda e: -(s[e] + moe.gate.bias[e].double()).item())
         picked = order[: config.num_experts_per_tok]
-        total = sum(s[e] for e in picked)
+        total = sum(s[e] for e in picked) + 1e-20  # as the model: where no expert wants a row, it is not small beside s
         y = expert(v, shared.w1.weight, shared.w3.weight, shared.w2.weight, 1.0)
         for e in picked:
             weight = float(s[e] / total * config.routed_scaling_factor)
@@ -127,7 +130,7 @@ def test_matches_a_slow_loop(seed: int, k: int, size: float) -> None:
     moe.gate.bias.copy_(torch.randn(4))
     x = (torch.randn(6, 64) * size).bfloat16()
     exactly = slow_moe(moe, config, x)
-    assert (moe(x).double() - exactly).norm() <= 0.01 * exactly.norm()
+    assert (moe(x).double() - exactly).norm() <= 0.003 * exactly.norm()
 
 
 def test_the_clamps_are_where_the_model_has_them() -> None:
