@@ -22,7 +22,7 @@ from torch import Tensor, ops
 from torch.fx import Graph, GraphModule, Node
 
 from v41.passes.matching import shape
-from v41.regions import body_of, flatten, outline, region_of, regions
+from v41.regions import body_of, flatten, inline, outline, region_of, regions
 
 aten = ops.aten
 KIND = "kept_rows"
@@ -70,6 +70,29 @@ def rows_taken(call: Node) -> dict[Node, Node]:
         for at, node in enumerate(results)
         if _taken_along(node, index) == 0 and node.args[0] in outside and at in of_result
     }
+
+
+def take_too(gm: GraphModule, call: Node, more: Iterable[Node]) -> Node | None:
+    """Moves `more`, nodes in front of region `call` that take rows by its index, into it; what it takes and nobody
+    reads any more goes. Returns the region's new call, None where nothing is left."""
+    attrs, body = region_of(call).attrs, body_of(call)
+    operands = cast("Sequence[Node]", call.args[2:])
+    results = cast("Sequence[Node]", body.graph.output_node().args[0])
+    index = operands[attrs["index"]]
+    same = {results[at]: operands[place] for at, place in attrs["same"]}
+    for user in [user for user in call.users if not user.users]:
+        gm.graph.erase_node(user)
+    before = set(gm.graph.nodes)
+    inline(gm, call)
+    members = [node for node in gm.graph.nodes if node not in before]
+    inlined = dict(zip((n for n in body.graph.nodes if n.op not in ("placeholder", "output")), members, strict=True))
+    same = {inlined[node]: operand for node, operand in same.items()}
+    for node in reversed(members):
+        if not node.users:
+            gm.graph.erase_node(node)
+            same.pop(node, None)
+    made = {*members, *more} & set(gm.graph.nodes)
+    return outline_seam(gm, made, index, attrs["last"], same)
 
 
 def _taken_along(node: Node, index: Node) -> int | None:

@@ -5,9 +5,10 @@
              index_scores(q, w, cache, entries of the blocks [T, K * block], restricted=True) -> picks
 
 Site: a region index_scores that picks among candidates. Legal when all RULES hold: they are whole blocks, of which a
-region of the program keeps at most `keep` for a row. That region gets the list of them as one more output, in place
-of the mask where nobody else reads it. The new body is the old one, run again on other sizes: every row
-is a request of its own (R = T, Q = 1), and its columns are the entries of its blocks (E = K * block). No node changes.
+region of the program keeps at most `keep` for a row, or rows that trim_replay takes of these. That region gets the list
+of them as one more output, in place of the mask where nobody else reads it, and what takes rows of the mask takes those
+of the list. The new body is the old one, run again on other sizes: every row is a request of its own (R = T, Q = 1) and
+its columns are the entries of its blocks (E = K * block). No node changes.
 
 Why the picks are the same. A region index_scores (see its rules) gives the k best columns that are not hidden, by
 (score, lower column), ascending, then -1. (1) Hidden before means hidden after, or absent: all but the candidates is
@@ -48,6 +49,8 @@ from v41.passes.analysis.probe import evaluate, numbers
 from v41.passes.index_parts import SPREADS, same_count
 from v41.passes.matching import RESHAPES, aten, between, fake, is_constant, prims, programs, shape
 from v41.passes.outline_index_scores import KIND
+from v41.passes.replay_seam import KIND as KEPT_ROWS
+from v41.passes.replay_seam import rows_taken, take_too
 from v41.passes.sites import Rule, broken_rule
 from v41.regions import body_of, inline, is_region, outline, region_of, regions
 from v41.report import Decision, applied, refused
@@ -86,18 +89,30 @@ class Site:
         return self.operands["candidates"]
 
     @cached_property
+    def taken(self) -> tuple[Node, Node] | None:
+        """The region that takes this site's rows of a mask of more, by a batch's kept rows, and that mask."""
+        seam = self.mask.args[0] if self.mask.target is operator.getitem else None
+        if not isinstance(seam, Node) or not is_region(seam, KEPT_ROWS):
+            return None
+        return next(((seam, whole) for whole, rows in rows_taken(seam).items() if rows is self.mask), None)
+
+    @cached_property
+    def whole_mask(self) -> Node:
+        """The mask as its source hands it on."""
+        return self.mask if self.taken is None else self.taken[1]
+
+    @cached_property
     def kept(self) -> Node | None:
-        """[T, B], where the mask is that repeated, and a region keeps no more than it says."""
-        node = self.mask
+        """[T, B], or of more rows, where the whole mask is that repeated, and a region keeps no more than it says."""
+        node = self.whole_mask
         while node.target in SPREADS and isinstance(node.args[0], Node):
             node = node.args[0]
         source, place = node.args if node.target is operator.getitem else (None, None)
         if not isinstance(source, Node) or not is_region(source, KIND):
             return None
         attrs = region_of(source).attrs
-        if attrs["outputs"][place] != "kept" or not attrs["keep"] or not _repeats(node, self.mask, attrs["block"]):
-            return None
-        return node
+        keeps = attrs["outputs"][place] == "kept" and attrs["keep"]
+        return node if keeps and _repeats(node, self.whole_mask, attrs["block"]) else None
 
     @cached_property
     def source(self) -> dict[str, Any]:
@@ -126,7 +141,8 @@ class Site:
         assert mode is not None and self.kept is not None
         with mode, without_guards(mode):
             try:
-                blocks = candidate_blocks(lambda f, *a, **k: f(*a, **k), fake(self.kept), self.source["keep"])
+                kept = self.kept.meta["val"].new_empty((self.sizes["T"], self.sizes["B"]))  # of this site's rows
+                blocks = candidate_blocks(lambda f, *a, **k: f(*a, **k), kept, self.source["keep"])
                 rerun(self, lambda f, *a, **k: f(*a, **k), lambda node: node.meta["val"], blocks)
             except Unsized as error:
                 return error.node
@@ -187,8 +203,11 @@ def _restrict(gm: GraphModule) -> Iterator[Decision]:
     sites = [Site(call) for call in regions(gm, KIND) if _picks_among_all(call)]
     judged = [(site, broken_rule(site, RULES)) for site in sites]
     lists: dict[Node, list[Node]] = {}
+    taken: dict[Node, dict[Node, Node]] = {}
     for site, broken in judged:
-        yield refused(site.call, *broken) if broken else applied(_replace(gm, site, lists))
+        yield refused(site.call, *broken) if broken else applied(_replace(gm, site, lists, taken))
+    for seam, rows in taken.items():
+        take_too(gm, seam, rows.values())
     for kept, made in lists.items():
         _absorb(gm, kept, made)
 
@@ -326,9 +345,9 @@ def _values(args: Any) -> Any:
 # ---- editing
 
 
-def _replace(gm: GraphModule, site: Site, lists: dict[Node, list[Node]]) -> Node:
-    """Puts the restricted region in the place of the site's; `lists`: kept -> what makes its list of blocks, that last,
-    if it has one."""
+def _replace(gm: GraphModule, site: Site, lists: dict[Node, list[Node]], taken: dict[Node, dict[Node, Node]]) -> Node:
+    """Puts the restricted region in the place of the site's. lists: kept -> what makes its list of blocks, that last,
+    if it has one. taken: region that takes rows -> list of blocks -> the rows of it that are to be taken, too."""
     kept, attrs, mask = site.kept, dict(site.attrs), site.mask
     assert kept is not None
     if kept not in lists:
@@ -336,6 +355,8 @@ def _replace(gm: GraphModule, site: Site, lists: dict[Node, list[Node]]) -> Node
         candidate_blocks(listing.call, kept, site.source["keep"])
         lists[kept] = listing.nodes
     blocks = lists[kept][-1]
+    if site.taken is not None:
+        blocks = _rows_of(gm, blocks, site.taken[0], taken)
     roles = dict(zip(site.call.all_input_nodes[1:], attrs["operands"], strict=True)) | {blocks: "candidate_blocks"}
     emit = Emit(gm, site.call, site.call)
     picks = rerun(site, emit.call, lambda node: node, blocks)
@@ -351,6 +372,15 @@ def _replace(gm: GraphModule, site: Site, lists: dict[Node, list[Node]]) -> Node
         gm.graph.erase_node(mask)
         mask = before  # type: ignore[assignment]
     return call
+
+
+def _rows_of(gm: GraphModule, blocks: Node, seam: Node, taken: dict[Node, dict[Node, Node]]) -> Node:
+    """The rows that region `seam` takes, of `blocks`; in front of it, until it is told to take them, too."""
+    rows = taken.setdefault(seam, {})
+    if blocks not in rows:
+        index = seam.args[2:][region_of(seam).attrs["index"]]
+        rows[blocks] = Emit(gm, seam, seam).call(aten.index.Tensor, blocks, [index])
+    return rows[blocks]
 
 
 def _absorb(gm: GraphModule, kept: Node, made: list[Node]) -> None:

@@ -6,17 +6,20 @@ A step mixes chunks of 0 to 255 rows, decode steps, requests whose logits are al
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 import v41
 from tests.cpu_graphs import record_captures
 from tests.golden_data import Golden, golden  # noqa: F401 (a fixture)
 from tests.strategies.batches import poisoned
+from v41 import backend
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
@@ -24,6 +27,8 @@ from v41.model_def.chunk import inner_last, kept_last, reach
 from v41.model_def.config import PRESETS, V41Config
 from v41.model_def.generation import Request, generate
 from v41.model_def.model import V41ForCausalLM
+from v41.passes import restrict_index_scores
+from v41.passes.replay_seam import take_too
 from v41.passes.same_values import same_bits
 from v41.report import CompileReport
 from v41.tools.expected import differences, regions_expected, regions_found
@@ -119,6 +124,33 @@ def test_any_step_has_eagers_bits(replay: str) -> None:
     assert report.plan is not None and any(
         n.startswith("last ") for p in report.plan.pieces for n in report.plan.names_of(p)
     )
+
+
+def test_a_re_indexer_behind_the_inner_seam_scores_its_candidates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes as for a GPU, pieces as their ATen nodes. One re-indexer has the rows that its source has, one fewer: the
+    inner seam takes rows of the list of candidates in place of those of their mask."""
+    monkeypatch.setattr(backend, "effective_codegen", lambda *_: ("triton", "a test"))
+    monkeypatch.setattr(backend, "ways", lambda *_: ("triton", "eager"))
+    monkeypatch.setattr(backend, "generated", lambda *_: "")
+    told: list[tuple[int, int]] = []  # results of the seam, before and after
+
+    def taking(gm: GraphModule, seam: Node, more: Iterable[Node]) -> Node | None:
+        before = len(seam.meta["val"])
+        made = take_too(gm, seam, more)
+        told.append((before, 0 if made is None else len(made.meta["val"])))
+        return made
+
+    monkeypatch.setattr(restrict_index_scores, "take_too", taking)
+    five = dict(num_hidden_layers=5, compress_ratios=(2, 1, 1, 1, 1), index_source_layer_ids=(0, 1, 2, 4))
+    with v41.collect() as reports:
+        both = Both(small("off").replace(**five), verify=True, strict=True)
+        for chunks in steps(both.config.sliding_window):
+            both.step(chunks)
+    runs = {run.name: run for run in reports[0].passes}
+    assert (runs["restrict_index_scores"].applied, runs["restrict_index_scores"].refused) == (2, 0)
+    assert runs["trim_replay"].applied == 2
+    ((before, after),) = told
+    assert before == after, "the list came, the mask stayed"
 
 
 @pytest.mark.parametrize("replay", ["off", "after_source"])
