@@ -12,7 +12,9 @@ for another kind.
 
 Whether it pays hangs on the number of rows: a hidden kernel costs its bytes all the same. So it is judged site by site
 and rung by rung: by what whole steps `gained` with it, else by what `measure` says of its pieces alone, else by
-prediction. At a rung a plan has the sites that gain there, and no other. Rungs with the same sites share a plan.
+prediction. The latter two know nothing of neighbours, so where rows alone would fill half of the multiprocessors with a
+program each, the cone is taken to hold up what is beside it by all its time. At a rung a plan has the sites that gain
+there, and no other. Rungs with the same sites share a plan.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from functools import cached_property
 from torch.fx import Node
 
 from v41.passes.analysis.plan_facts import PlanFacts
-from v41.passes.analysis.times import Times
+from v41.passes.analysis.times import Machine, Times
 from v41.passes.buffers import buffers_again
 from v41.passes.side_work import Cone, find_cones, with_early
 from v41.passes.split_piece import Part, split_piece
@@ -134,14 +136,18 @@ RULES: tuple[tuple[str, Callable[[Site], Node | None]], ...] = (  # in order: ea
 
 
 def assign_streams(
-    plan: Plan, rungs: Sequence[int], measure: Measure | None = None, gained: Gained | None = None
+    plan: Plan,
+    rungs: Sequence[int],
+    measure: Measure | None = None,
+    gained: Gained | None = None,
+    machine: Machine | None = None,
 ) -> tuple[Plan, list[Decision]]:
     """`plan` with its legal cones on side streams, and a decision for each cone. No cone, and it is `plan` itself.
 
-    rungs: numbers of rows that a captured step may have. The plan that comes out says at which of them it pays; one for
-    rungs where other cones pay is its `overlapped`, and so on.
+    rungs: numbers of rows that a captured step may have. machine: the GPU to predict for. The plan that comes out says
+    at which of them it pays; one for rungs where other cones pay is its `overlapped`, and so on.
     """
-    times = Times(plan.sizes)
+    times = Times(plan.sizes, machine)
     legal, decisions = list[Site](), list[Decision]()
     for site in sites_of(plan):
         _time(site, rungs, times, measure, gained)
@@ -180,10 +186,12 @@ def _time(site: Site, rungs: Sequence[int], times: Times, measure: Measure | Non
     for rows in rungs:
         site.slack[rows] = sum(_us(piece, rows, times, measure) for piece in site.beside)
         site.own[rows] = of_cone.us(rows)
-        site.predicted[rows] = of_piece.us(rows) - of_rest.us(rows) - times.machine.join_us
+        crowded = 2 * rows > times.machine.multiprocessors
+        spared = of_piece.us(rows) - of_rest.us(rows) - times.machine.join_us
+        site.predicted[rows] = spared - crowded * site.own[rows]
         if measured := _measured([site.side, cone.piece, *([site.rest] if site.rest else [])], rows, measure):
             site.own[rows], before, *after = measured
-            site.alone[rows] = before - sum(after) - times.machine.join_us
+            site.alone[rows] = before - sum(after) - times.machine.join_us - crowded * site.own[rows]
         if gained is not None and (us := gained(site.key, rows)) is not None:
             site.in_steps[rows] = us
 

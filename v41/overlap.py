@@ -73,7 +73,10 @@ def overlapped(
     measure = measure_of(plan.sizes, device, compiled) if device.type == "cuda" else None
     gained = gained_on(device, codegen)
     made, run = run_plan_pass(
-        "assign_streams", lambda plan: assign_streams(plan, RUNGS, measure, gained), plan, strict=strict
+        "assign_streams",
+        lambda plan: assign_streams(plan, RUNGS, measure, gained, machine_of(device)),
+        plan,
+        strict=strict,
     )
     sides: Plan | None = None
     for each in reversed((made, *made.sides)):
@@ -83,6 +86,13 @@ def overlapped(
             for piece in each.pieces:
                 compiled(piece.body, piece.key)
     return replace(plan, overlapped=sides), run
+
+
+def machine_of(device: torch.device) -> Machine:
+    """What is predicted for: the GPU that is known best, with the multiprocessors of `device`."""
+    if device.type != "cuda":
+        return Machine()
+    return Machine(multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def measure_of(sizes: Mapping[str, str], device: torch.device, compiled: Compile) -> Measure:

@@ -24,6 +24,7 @@ from v41.passes import assign_streams as module
 from v41.passes import side_work, split_piece, synchronise
 from v41.passes.analysis.happens_before import races
 from v41.passes.analysis.plan_facts import PlanFacts
+from v41.passes.analysis.times import Machine
 from v41.passes.assign_streams import RULES, STREAMS, assign_streams
 from v41.passes.canonicalize import canonicalize
 from v41.passes.check_plan import check_plan
@@ -94,6 +95,17 @@ def test_the_coefficients_of_any_boundary_run_beside_its_sublayer(stack: Stack) 
 
 def test_the_coefficients_of_every_boundary_run_beside_its_sublayer() -> None:
     check_boundaries(Stack(engrams=(1,), iters=1))
+
+
+def test_where_rows_crowd_the_chip_whole_steps_alone_are_believed() -> None:
+    """6 µs of 10 leave the stream, for a join of 3: not if they hold up what is beside them as long."""
+    plan = partition(boundaries(Stack(sites=1, iters=1)), cut_at=CUT_AT, along=ALONG)
+    machine = Machine(multiprocessors=20)
+    made, (decision,) = assign_streams(plan, (10, 11), by_kind, machine=machine)
+    assert made.pays_at == (10,) and decision.times is not None
+    assert decision.times["measured gain"] == {10: 3.0, 11: -3.0}
+    made, _ = assign_streams(plan, (10, 11), by_kind, lambda key, rows: 1.0, machine)
+    assert made.pays_at == (10, 11)
 
 
 def check_boundaries(stack: Stack) -> None:

@@ -66,8 +66,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     def lanes_of(device: torch.device) -> LanesOf:
         return made.of
 
-    def measured(plan: Plan, rungs: Any, measure: Any, gained: Any) -> Any:
-        return assign_streams(plan, rungs, lambda body, rows: by_kind(body, rows) if rows <= 8 else 9.0, gained)
+    def measured(plan: Plan, rungs: Any, measure: Any, *told: Any) -> Any:
+        return assign_streams(plan, rungs, lambda body, rows: by_kind(body, rows) if rows <= 8 else 9.0, *told)
 
     for owner in (backend, overlap):
         monkeypatch.setattr(owner, "lanes_of", lanes_of)
@@ -133,7 +133,7 @@ def test_an_uncaptured_step_switches_streams_where_asked(calls: Calls) -> None:
 def test_each_rung_has_the_plan_of_its_sites(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two boundaries the first is measured to lose beyond 2 rows; beyond 8 no plan is used."""
 
-    def assigned(plan: Plan, rungs: Any, measure: Any, gained: Any) -> Any:
+    def assigned(plan: Plan, rungs: Any, *told: Any) -> Any:
         sites = [p.body for p in plan.pieces if any(region_of(call).kind in US for call in regions(p.body))]
 
         def measured(body: GraphModule, rows: int) -> float:
