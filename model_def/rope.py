@@ -38,7 +38,7 @@ def yarn(plain: Tensor, theta: float, factor: float, beta_fast: float, beta_slow
     turns = (original / (2 * math.pi * beta) for beta in (beta_fast, beta_slow))
     fast, slow = (dim * math.log(t) / (2 * math.log(theta)) for t in turns)  # index of the pair that turns so often
     first, last = max(math.floor(fast), 0), min(math.ceil(slow), dim - 1)
-    width = last - first or 0.001  # a step, where the ramp has no width
+    width = max(last - first, 0.001)  # a step, where the ramp has no width, or begins behind the last pair
     keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - first) / width).clamp(0, 1)
     return plain / factor * (1 - keep) + plain * keep
 

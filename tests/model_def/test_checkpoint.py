@@ -120,6 +120,8 @@ def test_draft_and_vision_are_named_as_not_used(released: tuple[Path, dict[str, 
         "mtp.0.main_norm.weight",
         "vision.blocks.0.norm.weight",
         "aligner.weight",
+        "image_start",
+        "image_end",
         "image_newline",
         "layers.2.ffn.gate.bias_vl",
     )

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from itertools import takewhile
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from v41.model_def.config import V41Config
 from v41.model_def.engram import Engram
 from v41.model_def.engram_constants import multipliers, table_primes
 from v41.model_def.errors import TokenMapError
-from v41.model_def.token_map import normal_form, number_keys, token_key
+from v41.model_def.token_map import normal_form, number_keys, read_token_map, token_key
 
 TINY = V41Config.preset("tiny")
 
@@ -248,3 +249,14 @@ def test_ids_number_keys_by_first_appearance(form: Callable[[str], str]) -> None
     first, second = ("\ufffd", "<0xE4>"), ("\ufffd", "<0xE5>")
     pairs = [("a", "a"), first, ("A ", "A "), ("\u0301", "x"), second, first]
     assert number_keys(token_key(*pair, form) for pair in pairs).tolist() == [0, 1, 0, 2, 3, 1]
+
+
+def test_a_byte_of_a_letter_and_a_token_without_text_are_known_by_name(tmp_path: Path) -> None:
+    """As a release has them: the first bytes of letters, which do not decode alone, and special tokens, which decode to
+    nothing where they are skipped and are no part of the vocabulary but added to it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"\u00c3": 0, "\u00c4": 1, "a": 2, "\u0120A": 3}, []))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert read_token_map(tmp_path / "tokenizer.json", ids=6, compressed=5).tolist() == [0, 1, 2, 2, 3, 4]

@@ -67,7 +67,7 @@ def ramps(first: int, last: int) -> list[float]:
     return [min(max((i - first) / (last - first), 0), 1) for i in range(32)]
 
 
-@given(dims, st.sampled_from((1e3, 160000.0)), st.sampled_from((1, 4, 16)), st.sampled_from((1024, 65536)))
+@given(dims, st.sampled_from((10.0, 1e3, 160000.0)), st.sampled_from((1, 4, 16)), st.sampled_from((1024, 65536)))
 def test_yarn_keeps_fast_pairs_and_slows_slow_ones(dim: int, theta: float, factor: int, original: int) -> None:
     plain = frequencies(dim, theta)
     slowed = yarn(plain, theta, factor, 32, 1, original)
@@ -77,6 +77,12 @@ def test_yarn_keeps_fast_pairs_and_slows_slow_ones(dim: int, theta: float, facto
         grain = theta ** (2 / dim)  # from one pair to the next: the ramp begins and ends at a pair
         assert turns < 32 * grain or s == pytest.approx(f)
         assert turns > 1 / grain or s == pytest.approx(f / factor)
+
+
+def test_where_even_the_last_pair_is_fast_none_is_slowed() -> None:
+    """The slowest of 4 turns 1,855 times: the ramp would begin at pair 10, behind the highest at which it may end."""
+    plain = frequencies(8, 10.0)
+    assert torch.equal(yarn(plain, 10.0, 16, 32, 1, 65536), plain)
 
 
 def test_a_config_says_which_layers_stretch() -> None:
