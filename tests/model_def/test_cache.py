@@ -172,3 +172,15 @@ def test_entries_are_copied_between_slots_that_hold_them(source: int, slot: int,
     with pytest.raises(EntriesNotThere) as caught:
         cache.copy_entries(source, slot, tokens)
     assert caught.value.facts == {"source": source, "slot": slot, "tokens": tokens, "last": 1, "capacity": 64}
+
+
+def test_entries_of_so_many_tokens_are_copied_and_no_more() -> None:
+    cache = Cache.zeros(TINY, 2, 64)
+    for group in (cache.entries, cache.index_keys):
+        for records in group.values():
+            records[0] = 7
+    cache.copy_entries(0, 1, 21)
+    for source, ratio in ((source, TINY.compress_ratios[source]) for source in TINY.kv_source_layer_ids):
+        for group in (cache.entries, cache.index_keys):
+            assert group[source][1].eq(7).all(-1).tolist() == [g < 21 // ratio for g in range(64 // ratio + 1)]
+    assert all(ring.eq(0).all() for ring in cache.rings)  # window keys stay away

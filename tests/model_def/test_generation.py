@@ -150,6 +150,17 @@ def test_a_slot_that_was_copied_into_no_longer_holds_what_it_did() -> None:
     assert [request.hit for request in requests] == [0, 0, 30, 0]
 
 
+def test_a_hit_can_be_taken_on_from_the_step_it_is_taken_in() -> None:
+    """Of three slots two become free, then the third: what the fourth request took the fifth, in the same step, and the
+    sixth, while rows of the fourth run again, take from it. Nobody else holds it any more."""
+    one, other, longer = list(range(30)), list(range(100, 130)), list(range(200, 236))
+    prompts = [one, other, longer, *([*one, tail] for tail in (7, 8, 9))]
+    requests = [Request.to_write(prompt, 1) for prompt in prompts]
+    steps = list(generate(Keeps(), TINY, Cache.zeros(TINY, 3, 64), requests, chunk=4, reuse=True))
+    assert [step.requests for step in steps[7:10]] == [(0, 1, 2), (2, 3, 4), (3, 4, 5)]
+    assert [request.hit for request in requests] == [0, 0, 0, 30, 30, 30]
+
+
 def test_nothing_is_shared_unless_asked_for() -> None:
     requests = [Request.to_write(list(range(40)), 2) for _ in range(2)]
     list(generate(Keeps(), TINY, Cache.zeros(TINY, 1, 64), requests, chunk=64))

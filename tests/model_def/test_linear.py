@@ -105,3 +105,8 @@ def test_topk_is_a_stable_sort(row: list[float], data: st.DataObject) -> None:
     rank = {i: (math.isnan(v), 0.0 if math.isnan(v) else -v, i) for i, v in enumerate(row)}
     expected = sorted(rank, key=rank.__getitem__)[:k]
     assert topk_lowest_index(torch.tensor([row, row]), k).tolist() == [expected, expected]
+
+
+def test_both_zeros_are_one_number_and_nan_is_below_all() -> None:
+    assert topk_lowest_index(torch.tensor([-0.0, 0.0, -0.0, 0.0]), 4).tolist() == [0, 1, 2, 3]
+    assert topk_lowest_index(torch.tensor([math.nan, -math.inf, -math.nan]), 3).tolist() == [1, 0, 2]
