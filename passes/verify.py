@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from v41._compat import fake_mode_of, known_equal, memory_of, without_guards
 from v41.errors import InvariantBroken
-from v41.passes.analysis.effects import ASSERTS, bases, effect_of, written_args, written_inputs
+from v41.passes.analysis.effects import ASSERTS, bases, effect_of, viewed_args, written_args, written_inputs
 from v41.plan import spec
 from v41.regions import REDUCED, body_of, invoke_subgraph, is_region
 from v41.report import source_of
@@ -295,13 +295,32 @@ def _facts(gm: GraphModule, fresh: dict[Node, Any]) -> Facts:
 
 def _effects(gm: GraphModule) -> Iterator[str]:
     """What `gm` does besides computing, in order, regions and other subgraphs from within."""
+    read = _read_again(gm)
     for node in gm.graph.nodes:
         effect = effect_of(node)
         if node.op == "call_function" and node.target is invoke_subgraph:
             yield from _effects(body_of(node))
         elif effect == "writes":
-            yield f"writes {', '.join(base.name for arg in written_args(node) for base in bases(arg))} by {node.target}"
+            names = ", ".join(base.name for arg in written_args(node) for base in bases(arg))
+            yield f"writes {names} by {node.target}{' for a later read' if node in read else ''}"
         elif effect == "asserts":
             yield f"asserts {', '.join(str(arg.meta.get('val')) for arg in node.all_input_nodes)}"
         elif effect is not None:
             yield f"{effect} {node.target} {spec(node.meta.get('val'))}"
+
+
+def _read_again(gm: GraphModule) -> set[Node]:
+    """The writes of memory that something reads later: no read may come to stand behind a write, or leave its place."""
+    memory: dict[Node, set[Node]] = {}
+    writers: dict[Node, list[Node]] = {}
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        written, viewed = written_args(node), viewed_args(node)
+        memory[node] = set().union(*(memory[each] for each in viewed)) if viewed else {node}
+        reads = written or not viewed or node.target is invoke_subgraph  # a view alone reads nothing, nor does a size
+        if node.op == "call_function" and reads and not str(node.target).startswith("aten.sym_"):
+            others = (arg for arg in node.all_input_nodes if arg not in written)
+            found.update(writer for arg in others for base in memory[arg] for writer in writers.pop(base, ()))
+        for base in (base for arg in written for base in memory[arg]):
+            writers.setdefault(base, []).append(node)
+    return found

@@ -157,7 +157,7 @@ CARELESS: dict[str, tuple[Careless, Callable[[], GraphModule], str]] = {
     "a collective is not waited for": (drops_a_wait, meets_others, ORDER),
     "two draws become one": (merges_equal_nodes, draws, ORDER),
     "a write of a cache is lost": (loses_the_last_write, written_twice, WRITES),
-    "a read moves in front of a write": (reads_before_the_write, written_twice, VALUES),
+    "a read moves in front of a write": (reads_before_the_write, written_twice, WRITES),
     "a returned view becomes a copy": (
         copies_a_result_that_is_an_input,
         lambda: trace(lambda x: x.view(-1), static=(torch.randn(3, 4),)),

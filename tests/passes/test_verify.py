@@ -23,10 +23,11 @@ def program() -> GraphModule:
 
     def step(x: Tensor, slots: Tensor, cache: Tensor) -> Any:
         y = (x * 2).relu()
+        old = cache.view(-1).neg()
         cache[slots] = y
         noise = torch.rand(4) + y.sum(0)
         pair = y.repeat(2, 1)
-        return noise, pair, pair.view(-1), cache[slots] + 1
+        return noise, pair, pair.view(-1), cache[slots] + 1, old
 
     gm = trace(step, torch.randn(3, 4), torch.tensor([0, 1, 2]), static=(torch.zeros(5, 4),))
     outline(gm, [only(gm, aten.mul.Tensor), only(gm, aten.relu.default)], kind="twice")
@@ -116,13 +117,18 @@ def write_another_way(gm: GraphModule) -> None:
         extra.meta["val"] = copy.args[0].meta["val"]  # type: ignore[union-attr]
 
 
+def read_behind_a_write(gm: GraphModule) -> None:
+    """Of the cache, through a view, which itself may stand anywhere."""
+    only(gm, aten.copy_.default).append(only(gm, aten.neg.default))
+
+
 def copy_a_returned_view(gm: GraphModule) -> None:
     output = gm.graph.output_node()
-    noise, pair, view, rest = output.args[0]  # type: ignore[misc]
+    noise, pair, view, *rest = output.args[0]  # type: ignore[misc]
     with gm.graph.inserting_before(output):
         fresh = gm.graph.call_function(aten.clone.default, (view,))
         fresh.meta["val"] = view.meta["val"]  # type: ignore[union-attr]
-    output.args = ((noise, pair, fresh, rest),)
+    output.args = ((noise, pair, fresh, *rest),)
 
 
 def has(gm: GraphModule, target: object) -> bool:
@@ -145,6 +151,7 @@ DAMAGES: dict[Callable[[GraphModule], None], str] = {
     lose_a_write: "writes the same inputs",
     draw_twice: "keeps collectives, random numbers and assertions in order",
     write_another_way: "keeps writes and their order",
+    read_behind_a_write: "keeps writes and their order",
     copy_a_returned_view: "keeps which inputs and outputs share memory",
 }
 
