@@ -7,12 +7,14 @@ invariant, is undone and named in the report; the program compiles without it an
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -89,6 +91,7 @@ PIPELINE: tuple[Pass, ...] = (
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that are pieces; with kernels, these, too:
 ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor", "engram_gate", "attention", "index_scores")
 SWITCHED_OFF = "switched off by torch (disabled_passes or its bisector)"
+TORCH = os.path.dirname(torch.__file__) + os.sep
 ALONG = "rows"  # the size whose work is captured in pieces, apart from work with other sizes
 
 
@@ -208,9 +211,12 @@ def failure_of(error: Exception) -> str:
 
 
 def _raised_at(error: Exception) -> str:
-    """Where a pass raised: the innermost of our lines."""
+    """Where a pass raised: the innermost line of passes, or else of what called torch: a pass may lie anywhere."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/passes/" in frame.filename] or frames
+    if ours[-1].filename == __file__:
+        behind = frames[frames.index(ours[-1]) + 1 :]
+        ours += [frame for frame in behind if not frame.filename.startswith(TORCH)]
     return f"{'/'.join(ours[-1].filename.split('/')[-2:])}:{ours[-1].lineno}  {ours[-1].line}"
 
 

@@ -22,7 +22,7 @@ def some_of(names: list[str]) -> str:
 
 def choices(name: str, known: Iterable[str]) -> str:
     """What an error says there is: "outline_mhc, the nearest; all: canonicalize, ..."; of many names those like it."""
-    names = list(known)
+    names = list(dict.fromkeys(known))  # a body that is called twice has sites of one name
     near = nearest(name, names)
     if len(names) > LISTED:
         like = get_close_matches(name, names, FEW, 0.4)

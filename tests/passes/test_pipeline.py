@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,6 +78,15 @@ def test_a_pass_runs_with_its_settings_and_is_counted() -> None:
     assert run.milliseconds > 0
     assert (run.regions_before, run.regions_after) == (0, 1)
     assert run.launches_before == run.launches_after == 3  # no kernel of its own for a region of this kind
+
+
+def test_where_a_pass_raised_is_told_wherever_its_file_lies() -> None:
+    """By its own line, not by torch's, which it called, nor by the driver's, which called it."""
+    text = "def erase_all(gm):\n    for node in gm.graph.nodes:\n        gm.graph.erase_node(node)"
+    scope: dict[str, Callable[[GraphModule], list[Decision]]] = {}
+    exec(compile(text, "/elsewhere/mine/own.py", "exec"), scope)
+    _, (failed,) = run_pipeline(program(), [Pass(scope["erase_all"])])
+    assert failed.failure is not None and "\n  at   mine/own.py:3" in failed.failure
 
 
 @pytest.mark.parametrize("broken", [raise_in_the_middle, lie, say_nothing, say_how_often])
