@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from tests.invariants import apply, check_fired_share, check_pass, copy_program
 from tests.strategies.index_scores import CAPACITY, SCALES, SLOTS, WIDTH, Indexer, legal
-from tests.strategies.restricted_scores import FLAWS, SIZES, Pair, pair
+from tests.strategies.restricted_scores import FLAWS, OF_SYMBOLS, SIZES, Pair, pair
 from tests.strategies.tracing import trace
 from v41._compat import size_with, symbols_of
 from v41._compat_trace import functional_aten
@@ -30,7 +30,6 @@ from v41.regions import body_of, region_of, regions
 
 SLOW = pytest.mark.slow
 FEWER = settings(max_examples=settings.default.max_examples // 8, phases=[Phase.generate])
-QUICK = "candidates in another order"
 PLAIN = pair(Indexer(), Indexer(heads=3, chunk=2))
 PASSES = (canonicalize, outline_index_scores, restrict_index_scores)
 
@@ -85,7 +84,7 @@ def test_the_list_is_an_output_of_the_region_that_keeps_the_blocks_in_place_of_t
     assert torch.ops.aten.topk.default not in {node.target for node in gm.graph.nodes}
 
 
-@pytest.mark.parametrize("flaw", [QUICK, *(pytest.param(each, marks=SLOW) for each in FLAWS if each != QUICK)])
+@pytest.mark.parametrize("flaw", [pytest.param(each, marks=SLOW if each in OF_SYMBOLS else ()) for each in FLAWS])
 def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(flaw: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both = pair(Indexer(), Indexer(), flaw)
     assert not check(both)
