@@ -18,8 +18,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from v41.errors import NoChangesKept
+from v41.errors import NoChangesKept, PassEditsPlan
 from v41.passes.changes import operator_of
+from v41.passes.plan_passes import PLAN_PASSES
 from v41.report import Change, PassRun
 from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of, pass_named, told_of, troubled
@@ -31,6 +32,8 @@ STYLES = {"added": "green", "removed": "red", "rewired": "yellow", "moved": "cya
 
 def diff_command(arguments: Namespace) -> int:
     console = console_of(arguments)
+    if arguments.name in PLAN_PASSES:
+        raise PassEditsPlan("v41 diff", name=arguments.name)
     run = pass_named(told_of(arguments, console, changes=True).runs, arguments.name)
     assert run is not None
     if run.changes is None:

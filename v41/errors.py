@@ -153,6 +153,13 @@ class NoChangesKept(V41Error):
     fix = "make one that does: v41 inspect --preset NAME --json --changes > FILE"
 
 
+class PassEditsPlan(V41Error):
+    """facts: name."""
+
+    found = "{name} changes a program's plan, not its graph"
+    fix = "see what it decided with v41 why-not {name}, and the plan with v41 partition or v41 timeline"
+
+
 class PlanUnreadable(V41Error):
     """facts: reason."""
 
