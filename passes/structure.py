@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from types import FunctionType
 
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import GraphModule, Node
@@ -63,7 +64,12 @@ def _lines(gm: GraphModule, symbols: Symbols) -> Iterator[str]:
                 args = (args[0], None, *args[2:])  # the identifier is a name
             elif node.target in ASSERTS:
                 args, kwargs = args[:1], {}  # what remains is the message
-            yield f"{number[node]} {node.op} {node.target} {_spell((args, kwargs), number, symbols)}"
+            yield f"{number[node]} {node.op} {_called(node.target)} {_spell((args, kwargs), number, symbols)}"
+
+
+def _called(target: object) -> str:
+    """What a node calls; of a function in Python (torch.sym_min) its place, for its text tells its address."""
+    return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
 
 
 def _attribute(gm: GraphModule, node: Node, symbols: Symbols, number: str) -> Iterator[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from tests.invariants import check_in_another_process, copy_program
 from tests.strategies.tracing import trace
@@ -105,3 +106,17 @@ def key_of_an_example() -> str:
 
 def test_another_process_finds_the_same_key() -> None:
     check_in_another_process(__name__, "key_of_an_example", key_of_an_example())
+
+
+def key_of_functions() -> str:
+    """Of a graph that calls functions of Python, as sizes do."""
+    graph = Graph()
+    size = graph.placeholder("size")
+    size.meta["val"] = 7
+    least = graph.call_function(torch.sym_min, (size, 3))
+    graph.output((graph.call_function(torch.sym_max, (least, 2)), graph.call_function(operator.mul, (size, 2))))
+    return structure_key(GraphModule(torch.nn.Module(), graph))
+
+
+def test_another_process_finds_the_same_key_of_functions() -> None:
+    check_in_another_process(__name__, "key_of_functions", key_of_functions())
