@@ -8,6 +8,7 @@ do not take part in comparisons are no data, and are left alone.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -53,7 +54,7 @@ def test(hint: Any) -> Test:
         parts = lambda: _fields(hint)  # type: ignore[arg-type]  # asked for later: a plan may hold plans
         return lambda value: type(value) is hint and all(fits(getattr(value, name)) for _, name, fits in parts())
     if hint is float:
-        return lambda value: type(value) in (int, float)
+        return lambda value: type(value) is int or (type(value) is float and math.isfinite(value))
     if hint in (int, str, bool, types.NoneType):
         return lambda value: type(value) is hint
     return lambda value: True  # Any, object

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,16 @@ def answer(command: str, folder: Path) -> tuple[int, str]:
     words = [told.get(word, word) for word in command.split()]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
         return main(words), err.getvalue()
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-1e999"])
+def test_times_that_are_no_numbers_are_refused(number: str, tmp_path: Path) -> None:
+    save(run_of_balanced(), tmp_path / "run")
+    for file in (tmp_path / "run").glob("*.json"):
+        file.write_text(re.sub(r'("milliseconds": )[0-9.e+-]+', rf"\g<1>{number}", file.read_text()))
+    for command in ("inspect RUN", "passes RUN --json"):
+        code, told = answer(command, tmp_path / "run")
+        assert code == 2 and "run" in told and "fix" in told
 
 
 @pytest.mark.parametrize("name", RUNS)
