@@ -2,6 +2,7 @@
 #   make demo       the small model reads and writes text, compiled, checked against eager
 #   make test       lint, types, import rules, tests          make test-2.11   the tests on the oldest torch
 #   make nightly    long property runs, others' models        make mutation    guards of passes broken, one by one
+#   make browser    the page of v41 inspect --html, tried in the Chromium that is on the path
 #   make docs       a reference page for each part, from docstrings, into docs/reference
 #   make clean      removes what the others made
 SHELL := bash
@@ -17,7 +18,7 @@ BIN_211 := .venv-2.11/bin
 FOLDERS := v41 model_def passes lowering runtime tools tests
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: demo test lint nightly mutation test-2.11 docs clean
+.PHONY: demo test lint nightly mutation browser test-2.11 docs clean
 
 demo: .venv/installed
 	@echo "compiles, runs and compares: one to two minutes on two free cores, with a bar where this is a terminal" >&2
@@ -26,12 +27,17 @@ demo: .venv/installed
 test: lint
 	$(BIN)/python $(PYTEST) -m "not slow"
 
-nightly: .venv/installed-models
-	V41_HYPOTHESIS=nightly $(BIN)/python $(PYTEST)
+# -rs: says which tests were left out, and why, such as those of the page where there is no Chromium.
+nightly: .venv/installed-models .venv/installed-browser
+	V41_HYPOTHESIS=nightly $(BIN)/python $(PYTEST) -rs
 	$(MAKE) mutation
 
 mutation: .venv/installed
 	$(BIN)/python -m tests.mutation
+
+browser: .venv/installed-browser
+	@$(BIN)/python -m tests.tools.test_browser
+	$(BIN)/python -m pytest tests/tools/test_browser.py
 
 test-2.11: .venv-2.11/installed
 	$(BIN_211)/python $(PYTEST) -m "not slow"
@@ -51,8 +57,8 @@ lint: .venv/installed
 .venv-2.11/installed: pyproject.toml constraints-2.11.txt constraints-tools.txt Makefile
 	$(call install,.venv-2.11,constraints-2.11.txt)
 
-.venv/installed-models: .venv/installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[models]"
+.venv/installed-models .venv/installed-browser: .venv/installed-%: .venv/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$*]"
 	@touch $@
 
 # $(1) folder of the environment, $(2) its constraints. The stamp comes last: an install cut short is done again.

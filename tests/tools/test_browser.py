@@ -1,12 +1,14 @@
 """The page of `v41 inspect --html` in headless Chromium, where there is one: what one opens, drags and picks works.
 
 It needs a Chromium on the path, and the package playwright, which drives it (extra "browser"); no test of it is run
-otherwise. What the text of the page alone can show is in test_html_page.py, and runs everywhere.
+otherwise. `make browser` installs the package, and fails where there is no Chromium. What the text of the page alone
+can show is in test_html_page.py, and runs everywhere.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from v41.tools.html_page import lanes, page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for path in map(shutil.which, NAMES) if path is not None), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
+MISSING = f"no page was tried in a browser: none of {', '.join(NAMES)} is on the path"
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 
 
 class Opened:
@@ -165,3 +168,7 @@ def test_no_scrolling_sideways_on_a_phone_or_a_screen(width: int, dark: bool, br
             summary.click()
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     found.check_quiet()
+
+
+if __name__ == "__main__":
+    sys.exit(MISSING if CHROMIUM is None else None)
