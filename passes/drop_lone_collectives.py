@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 
 from v41._compat_groups import ranks_of
 from v41.passes.canonicalize import spell_arguments
-from v41.passes.matching import aten, programs
-from v41.passes.sites import Rule, broken_rule
+from v41.passes.matching import aten
+from v41.passes.sites import Rule, broken_rule, in_programs
 from v41.report import Decision, applied, refused
 
 c10d = ops._c10d_functional
@@ -38,7 +38,11 @@ RULES: tuple[Rule[Node], ...] = (("one number reduced is that number", changes_a
 
 def drop_lone_collectives(gm: GraphModule) -> list[Decision]:
     """Replaces such collectives and their waits, in place, in `gm` and the subgraphs the model asked for."""
-    judged = [(site, broken_rule(site, RULES)) for program in programs(gm) for site in find_sites(program)]
+    return in_programs(gm, _drop)
+
+
+def _drop(gm: GraphModule) -> list[Decision]:
+    judged = [(site, broken_rule(site, RULES)) for site in find_sites(gm)]
     return [refused(site, *broken) if broken is not None else applied(_dropped(site)) for site, broken in judged]
 
 

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from v41._compat import known_equal
 from v41.passes.matching import RESHAPES, aten, programs, same_sizes, same_view, shape
-from v41.passes.sites import broken_rule
+from v41.passes.sites import broken_rule, in_programs
 from v41.regions import body_of, inline, invoke_subgraph, is_region, outline, regions
 from v41.report import Decision, applied, refused
 
@@ -148,9 +148,10 @@ def fold_sinkhorn(gm: GraphModule) -> list[Decision]:
     for subgraph in programs(gm)[:-1]:
         _fold(subgraph)
     folded = [applied(call) for call in _inline_holders(gm)]
-    inner = [decision for subgraph in programs(gm)[:-1] for decision in _fold(subgraph)]
+    judged = in_programs(gm, _fold)
+    inner, own = ([each for each in judged if bool(each.body) is inside] for inside in (True, False))
     order = {node.name: i for i, node in enumerate(gm.graph.nodes)}
-    return inner + sorted(folded + _fold(gm), key=lambda decision: order.get(decision.node, -1))
+    return inner + sorted(folded + own, key=lambda decision: order.get(decision.node, -1))
 
 
 def _inline_holders(gm: GraphModule) -> list[Node]:

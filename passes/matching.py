@@ -46,18 +46,23 @@ SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.unbin
 
 def programs(gm: GraphModule) -> list[GraphModule]:
     """`gm` and, once each, the subgraphs the model itself asked for, innermost first. Bodies of regions are closed."""
-    found: dict[GraphModule, None] = {}
+    return list(named_programs(gm))
 
-    def visit(program: GraphModule) -> None:
+
+def named_programs(gm: GraphModule) -> dict[GraphModule, str]:
+    """The same, each with the name that `changes.bodies` has for it: "" is `gm`, "outer/inner" what "outer" calls."""
+    found: dict[GraphModule, str] = {}
+
+    def visit(program: GraphModule, name: str) -> None:
         for node in program.graph.nodes:
             if node.op == "get_attr":
                 body = getattr(program, str(node.target), None)
                 if isinstance(body, GraphModule) and body not in found and META not in body.meta:
-                    visit(body)
-        found[program] = None
+                    visit(body, f"{name}/{node.target}" if name else str(node.target))
+        found[program] = name
 
-    visit(gm)
-    return list(found)
+    visit(gm, "")
+    return found
 
 
 def fake(node: object) -> Tensor | None:

@@ -47,11 +47,11 @@ from torch.fx.node import map_aggregate
 from v41._compat import fake_mode_of, known_equal, outside_fake_mode, symbols_of, without_guards
 from v41.passes.analysis.probe import evaluate, numbers
 from v41.passes.index_parts import SPREADS, same_count
-from v41.passes.matching import RESHAPES, aten, between, fake, is_constant, prims, programs, shape
+from v41.passes.matching import RESHAPES, aten, between, fake, is_constant, prims, shape
 from v41.passes.outline_index_scores import KIND
 from v41.passes.replay_seam import KIND as KEPT_ROWS
 from v41.passes.replay_seam import rows_taken, take_too
-from v41.passes.sites import Rule, broken_rule
+from v41.passes.sites import Rule, broken_rule, in_programs
 from v41.regions import body_of, inline, is_region, outline, region_of, regions
 from v41.report import Decision, applied, refused
 
@@ -196,7 +196,7 @@ RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
 
 def restrict_index_scores(gm: GraphModule) -> list[Decision]:
     """Restricts every legal re-indexer of `gm`, and of the subgraphs the model asked for. One decision a site."""
-    return [decision for each in programs(gm) for decision in _restrict(each)]
+    return in_programs(gm, _restrict)
 
 
 def _restrict(gm: GraphModule) -> Iterator[Decision]:

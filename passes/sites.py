@@ -11,12 +11,13 @@ where sites lie in each other, outlining one moves nodes of the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from torch.fx import GraphModule, Node
 
 from v41.passes import spans
-from v41.passes.matching import programs
+from v41.passes.matching import named_programs
 from v41.regions import members_of, outline
 from v41.report import Decision, applied, refused
 
@@ -78,5 +79,11 @@ def outline_in_programs(
     attributes: Callable[[S], dict[str, Any]],
 ) -> list[Decision]:
     """`outline_sites` for `gm` and for the subgraphs the model asked for, innermost first."""
-    found = (outline_sites(each, list(find_sites(each)), rules_of, attributes) for each in programs(gm))
-    return [decision for decisions in found for decision in decisions]
+    return in_programs(gm, lambda each: outline_sites(each, list(find_sites(each)), rules_of, attributes))
+
+
+def in_programs(gm: GraphModule, judge: Callable[[GraphModule], Iterable[Decision]]) -> list[Decision]:
+    """What `judge` decides in `gm` and in the subgraphs the model asked for, innermost first: nodes of several may have
+    one name, so each decision says where it stands."""
+    found = named_programs(gm).items()
+    return [replace(decision, body=name) for program, name in found for decision in judge(program)]

@@ -31,6 +31,7 @@ from v41.model_def.batch import Batch, Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
+from v41.passes.changes import ORIGIN
 from v41.passes.pipeline import PIPELINE
 from v41.plan import Piece, Plan
 from v41.regions import Region, body_of, is_region, region_of
@@ -163,7 +164,7 @@ def layers(inspection: Inspection) -> list[LayerView]:
     config, parameters = inspection.config, inspection.parameters
     numbers = range(config.num_hidden_layers) if config else sorted({*layers_named(parameters.values())})
     views = {layer: LayerView(layer) for layer in (None, *numbers)}
-    refused = {d.node: d for run in inspection.report.passes for d in run.decisions if not d.applied}
+    refused = {(d.body, d.node): d for run in inspection.report.passes for d in run.decisions if not d.applied}
     current: int | None = None
     for piece in inspection.plan.pieces:
         outside = reads_ends(piece, parameters)
@@ -174,8 +175,8 @@ def layers(inspection: Inspection) -> list[LayerView]:
         for node in piece.body.graph.nodes:
             if is_region(node):
                 views[layer_within(node, held, current, parameters)].regions.append(region_of(node))
-            if node.name in refused:
-                views[layer_within(node, held, current, parameters)].refused.append(refused[node.name])
+            if (judged := refused.get(node.meta.get(ORIGIN, ("", node.name)))) is not None:
+                views[layer_within(node, held, current, parameters)].refused.append(judged)
     return list(views.values())
 
 

@@ -108,7 +108,7 @@ def remarks(passes: Sequence[PassRun]) -> list[str]:
         for rule, sites in groups.items():
             first, count = sites[0], counted(len(sites), "site")
             lines += [
-                f'refused  {run.name}, {count}: "{rule}"; first at {first.node}, broken by {first.culprit}',
+                f'refused  {run.name}, {count}: "{rule}"; first at {first.name}, broken by {first.culprit}',
                 f"         {first.source}",
             ]
         lines += [f"warning  {run.name}: {run.warning}"] * bool(run.warning)
@@ -201,6 +201,7 @@ def decision_values(decision: Decision) -> dict[str, Any]:
     return {
         "applied": decision.applied,
         "node": decision.node,
+        "body": decision.body,
         "source": decision.source,
         "rule": decision.rule,
         "culprit": decision.culprit,

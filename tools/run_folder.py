@@ -25,7 +25,7 @@ from v41.model_def.errors import ModelError
 from v41.passes.check_plan import check_plan
 from v41.plan import Piece, Plan
 from v41.regions import Region
-from v41.report import Change, CompileReport, Decision
+from v41.report import Change, CompileReport
 from v41.tools.expected import regions_values
 from v41.tools.files import check_writable, made_beside, put_folder, told
 from v41.tools.formulas import evaluate, symbols_in
@@ -134,7 +134,8 @@ def layer_values(run: Run) -> list[dict[str, Any]]:
                 for region in view.regions
             ],
             "refused": [
-                {"node": d.node, "rule": d.rule, "culprit": d.culprit, "source": d.source} for d in view.refused
+                {"node": d.node, "body": d.body, "rule": d.rule, "culprit": d.culprit, "source": d.source}
+                for d in view.refused
             ],
         }
         for view in run.layers
@@ -252,13 +253,13 @@ def report_from(graph: dict[str, Any], plan: Plan) -> CompileReport:
 
 def layer_from(facts: dict[str, Any], report: CompileReport, plan: Plan, config: V41Config | None) -> LayerView:
     pieces = {piece.name: piece for piece in plan.pieces}
-    refused: dict[str, Decision] = {d.node: d for run in report.passes for d in run.decisions if not d.applied}
+    refused = {(d.body, d.node): d for run in report.passes for d in run.decisions if not d.applied}
     layer = facts["layer"]
     made = LayerView(
         None if layer is None else int(layer),
         [Region(str(each["kind"]), {name: literal(value) for name, value in each["attrs"].items()})
          for each in facts["regions"]],
-        [refused[each["node"]] for each in facts["refused"]],
+        [refused[each.get("body", ""), each["node"]] for each in facts["refused"]],
         [pieces[each["name"]] for each in facts["pieces"]],
     )  # fmt: skip
     if config is not None and made.layer is not None and not 0 <= made.layer < config.num_hidden_layers:

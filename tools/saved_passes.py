@@ -29,10 +29,12 @@ def decision_from(values: dict[str, Any]) -> Decision:
     region = values["region"] and Region(_text(values["region"]["kind"]), dict(values["region"]["attrs"]))
     times = values.get("times")
     times = times and {str(name): {int(rows): float(us) for rows, us in each.items()} for name, each in times.items()}
-    made: Decision = _made(Decision, values | {"region": region, "times": times})
+    body = values.get("body", "")  # older files do not say it
+    made: Decision = _made(Decision, values | {"region": region, "times": times, "body": body})
     if not isinstance(made.applied, bool):
         raise TypeError(f"applied is {made.applied!r}")
     _text(made.source)
+    _text(made.body)
     return made
 
 

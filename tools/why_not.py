@@ -6,7 +6,9 @@
       hint       collapse with the pre that the boundary before predicted
 
 Where a pass judged no site at all, the place that comes nearest to one is named (likeness.py). With SITE, the name of a
-node in that list or in the report, that site alone, and an applied one with its region.
+node in that list or in the report, that site alone, and an applied one with its region. A site in a body that layers
+share is BODY/NODE, one of the program itself NODE, or /NODE where bodies have one of that name, too (then they are
+listed).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from v41.errors import UnknownSite
+from v41.errors import AmbiguousSite, UnknownSite
 from v41.report import Decision, PassRun
 from v41.tools.hints import hint
 from v41.tools.json_output import print_json
@@ -43,15 +45,29 @@ def why_not_command(arguments: Namespace) -> int:
 
 
 def judged(run: PassRun, site: str | None) -> list[Decision]:
-    """The refused sites, or those of that name. UnknownSite where there is none."""
+    """The refused sites, or that of this name (a pass may have come by a node twice). UnknownSite where there is none,
+    AmbiguousSite where several programs have one."""
     if site is None:
         return [decision for decision in run.decisions if not decision.applied]
-    found = [decision for decision in run.decisions if decision.node == site]
+    body, slash, node = site.rpartition("/")
+    named = [decision for decision in run.decisions if decision.node == node]
+    found = [decision for decision in named if not slash or decision.body == body]
+    where, several = f"v41 why-not {run.name}", {decision.body: decision for decision in found}
     if not found:
-        names = [decision.node for decision in run.decisions]
+        names = [*dict.fromkeys(decision.name for decision in named or run.decisions)]
         known = choices(site, names) if names else "no site was judged"
-        raise UnknownSite(f"v41 why-not {run.name}", run=run.name, site=site, known=known)
+        raise UnknownSite(where, run=run.name, site=site, known=known)
+    if len(several) > 1:
+        told = candidates([*several.values()])
+        raise AmbiguousSite(where, run=run.name, site=site, count=len(several), candidates=told)
     return found
+
+
+def candidates(sites: Sequence[Decision]) -> str:
+    """A line each: what it is called and no other is, and where it comes from."""
+    names = [site.name if site.body else f"/{site.node}" for site in sites]
+    width = max(map(len, names))
+    return "\n".join(f"       {name:{width}}  {site.source}" for name, site in zip(names, sites, strict=True))
 
 
 def lines(run: PassRun, sites: Sequence[Decision]) -> Iterator[str]:
@@ -64,11 +80,11 @@ def lines(run: PassRun, sites: Sequence[Decision]) -> Iterator[str]:
     for decision in sites:
         if decision.applied:
             made = f", as a region {decision.region.kind}" if decision.region is not None else ""
-            yield f"{decision.node} is applied by {run.name}{made}"
+            yield f"{decision.name} is applied by {run.name}{made}"
             yield f"  site       {decision.source}"
             yield from times_lines(decision, all_rows=len(sites) == 1)
             continue
-        yield f'{decision.node} is refused by {run.name}: "{decision.rule}"'
+        yield f'{decision.name} is refused by {run.name}: "{decision.rule}"'
         yield f"  site       {decision.source}"
         yield f"  broken by  {decision.culprit}  {decision.culprit_source or 'unknown'}"
         yield from times_lines(decision, all_rows=len(sites) == 1)

@@ -199,8 +199,7 @@ def planned(
         program, report.passes = run_pipeline(aten, **asked, called=called, own=cut_at, told=heard)
     report.seconds["passes"], start = clock() - start, clock()
     heard("partition")
-    if programs:
-        mark(program)
+    mark(program)
     if REDUCED not in cut_at:
         open_reduced(program)
     open_shared(program, cut_at)

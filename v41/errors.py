@@ -146,6 +146,13 @@ class UnknownSite(V41Error):
     fix = "use one of: {known}"
 
 
+class AmbiguousSite(V41Error):
+    """facts: run (the pass), site, count, candidates (a line each)."""
+
+    found = "pass {run} judged {count} sites called {site!r}, in as many programs:\n{candidates}"
+    fix = "take one by its whole name, as it stands there; /NODE is in the program itself"
+
+
 class NoChangesKept(V41Error):
     """No facts."""
 

@@ -29,6 +29,12 @@ class Decision:
     region: Region | None = None
     culprit_source: str | None = None  # the culprit's line of the model
     times: Mapping[str, Mapping[int, float]] | None = None  # what it was judged by: name -> µs at numbers of rows
+    body: str = ""  # the subgraph that it stood in when it was judged, named as in a Change; "" in the program itself
+
+    @property
+    def name(self) -> str:
+        """What it is called: its node, and in front of that the subgraph, where it is in one."""
+        return f"{self.body}/{self.node}" if self.body else self.node
 
 
 @dataclass(frozen=True)

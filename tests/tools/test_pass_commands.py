@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from tests.tools.saved import runs, save
+from tests.tools.small_models import run_of_routed
+from v41.errors import AmbiguousSite
 from v41.model_def.config import V41Config
 from v41.passes import replay_rows, trim_replay
 from v41.passes.pipeline import PIPELINE
@@ -28,6 +30,8 @@ from v41.tools.hints import GENERAL, HINTS, hint
 from v41.tools.inspect import first_layers
 from v41.tools.pass_runs import saved_runs
 from v41.tools.report_view import BETWEEN
+from v41.tools.run_folder import save as save_run
+from v41.tools.why_not import judged
 
 Run = Callable[..., tuple[int, list[str], str]]
 FOLD = [each.name for each in PIPELINE].index("fold_sinkhorn")
@@ -209,6 +213,48 @@ def test_an_unknown_pass_is_refused_with_those_that_there_are(
         assert all(each.name in text for each in PIPELINE)
 
 
+def test_of_sites_of_one_name_each_goes_by_its_body(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bodies that layers share have a router each, of one name; a saved run tells them apart, too."""
+    saved = str(tmp_path / "run")
+    save_run(run_of_routed("eager"), tmp_path / "run")
+    gates = next(each for each in run_of_routed("eager").report.passes if each.name == "outline_gate").decisions
+    (name,) = {each.node for each in gates}
+    assert len({each.body for each in gates} - {""}) == len(gates) > 1  # as many bodies as this torch makes of them
+    assert main(["why-not", "outline_gate", name, "-m", saved]) == 2
+    told = capsys.readouterr().err
+    assert f"{len(gates)} sites called '{name}'" in told
+    assert all(f"       {each.name}  tools/small_models.py" in told for each in gates)
+    for each in gates:
+        assert main(["why-not", "outline_gate", each.name, "-m", saved, "--json"]) == 0
+        (site,) = json.loads(capsys.readouterr().out)["sites"]
+        assert each.region is not None and (site["body"], site["node"]) == (each.body, name)
+        assert site["region"]["attrs"]["k"] == str(each.region.attrs["k"])
+    for wrong in (f"/{name}", f"{gates[0].body}/no_such"):
+        assert main(["why-not", "outline_gate", wrong, "-m", saved]) == 2
+        assert f"judged no site '{wrong}'" in capsys.readouterr().err
+
+
+def test_of_the_program_and_a_body_the_program_has_the_bare_slash(made: list[PassRun]) -> None:
+    fold = fold_of(made)
+    twin = replace(fold.decisions[2], body="shared_0")
+    both = replace(fold, decisions=[*fold.decisions, twin, twin])
+    assert judged(both, twin.name) == [twin, twin]  # a pass may come by a node twice
+    assert judged(both, f"/{twin.node}") == [fold.decisions[2]]
+    with pytest.raises(AmbiguousSite) as refusal:
+        judged(both, twin.node)
+    listed = [line.split()[0] for line in str(refusal.value).splitlines() if line.startswith("       ")]
+    assert listed == [f"/{twin.node}", twin.name]
+
+
+def test_an_older_file_names_no_bodies(made: list[PassRun], run: Run, tmp_path: Path) -> None:
+    saved = json.loads((tmp_path / "saved.json").read_text())
+    for each in saved["graph"]["passes"]:
+        for decision in each["decisions"]:
+            assert decision.pop("body") == ""
+    (tmp_path / "saved.json").write_text(json.dumps(saved))
+    assert run("why-not", "fold_sinkhorn")[1][0].endswith(REFUSED)
+
+
 def test_an_unknown_site_is_refused_with_those_that_there_are(made: list[PassRun], run: Run) -> None:
     code, out, told = run("why-not", "fold_sinkhorn", "view_999")
     assert (code, out) == (2, []) and "judged no site 'view_999'" in told
@@ -242,6 +288,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "nodes that are no number": lambda saved: saved["graph"]["passes"][0].update(nodes_before="many"),
     "a decision without a rule": lambda saved: saved["graph"]["passes"][FOLD]["decisions"][0].pop("rule"),
     "a verdict that is none": lambda saved: saved["graph"]["passes"][FOLD]["decisions"][0].update(applied="yes"),
+    "a body without a name": lambda saved: saved["graph"]["passes"][FOLD]["decisions"][0].update(body=None),
     "a site without a name": lambda saved: saved["graph"]["passes"][FOLD]["decisions"][0].update(node=None),
     "a change that is a number": lambda saved: saved["graph"]["passes"][FOLD]["changes"].append(3),
 }
