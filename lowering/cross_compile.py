@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from v41.errors import KernelDoesNotCompile
-
-CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
+from v41.gpu_facts import KNOWN
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Request:
     kernel: str
     signature: Mapping[str, str]  # argument that is no constant -> Triton's name of its type: "*bf16", "i32", "fp32"
     constants: Mapping[str, Any]  # tl.constexpr argument -> int, float, bool, str or None
-    arch: str  # a key of CAPABILITY
+    arch: str  # a key of KNOWN
     divisible: Sequence[str] = ()  # integer arguments known to be multiples of 16
     options: Mapping[str, Any] = field(default_factory=dict)  # num_warps, num_stages, ...
 
@@ -58,8 +57,8 @@ class Facts:
 def compile_for(requests: Sequence[Request]) -> list[Facts]:
     """Compiles all `requests` in one fresh process, in order. KernelDoesNotCompile names the first that fails."""
     for request in requests:
-        if request.arch not in CAPABILITY:
-            known = f"unknown; there are {', '.join(CAPABILITY)}"
+        if request.arch not in KNOWN:
+            known = f"unknown; there are {', '.join(KNOWN)}"
             raise KernelDoesNotCompile(request.path, kernel=request.kernel, arch=request.arch, error=known)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -100,12 +99,14 @@ def _compile(request: Request) -> Facts:
         {(function.arg_names.index(name),): value for name, value in request.constants.items()},
         {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    target = GPUTarget("cuda", CAPABILITY[request.arch], 32)
+    major, minor = KNOWN[request.arch].capability
+    capability = 10 * major + minor
+    target = GPUTarget("cuda", capability, 32)
     kernel = triton.compile(source, target=target, options=dict(request.options))
     wrong = short_products(kernel.asm["ttgir"])
     if wrong:
         raise ValueError(f"its result is wrong (Triton PR 11691), for it sums over too little: {wrong[0]}")
-    registers, spills, size = _ptxas(kernel.asm["ptx"], CAPABILITY[request.arch])
+    registers, spills, size = _ptxas(kernel.asm["ptx"], capability)
     metadata = kernel.metadata
     return Facts(request.arch, registers, spills, metadata.shared, metadata.num_warps, kernel.asm["ptx"], size)
 

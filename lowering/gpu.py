@@ -9,27 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
+from v41.gpu_facts import KNOWN, Gpu
 
-@dataclass(frozen=True)
-class Gpu:
-    """shared: bytes of shared memory that one program may take. hip: its capability is none of CUDA's."""
-
-    capability: tuple[int, int]
-    shared: int
-    hip: bool = False
-
-
-KNOWN = {  # by what Triton compiles for: A100, H100 and H200, B200; sizes from CUDA's programming guide
-    "sm_80": Gpu((8, 0), 163 << 10),
-    "sm_90": Gpu((9, 0), 227 << 10),
-    "sm_100": Gpu((10, 0), 227 << 10),
-}
 _AS_ON: ContextVar[Gpu | None] = ContextVar("as_on", default=None)
 
 
@@ -54,4 +40,5 @@ def _own(device: torch.device) -> Gpu | None:
         return None
     facts: Any = torch.cuda.get_device_properties(device)  # its stub lacks the name
     capability = torch.cuda.get_device_capability(device)
-    return Gpu(capability, int(facts.shared_memory_per_block_optin), torch.version.hip is not None)
+    shared, processors = int(facts.shared_memory_per_block_optin), int(facts.multi_processor_count)
+    return Gpu(capability, shared, processors, torch.version.hip is not None)

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from v41.errors import told
+
 
 class TunedWarning(UserWarning):
     """A file of what was measured is of no use, or nothing could be measured; what it would decide is reckoned."""
@@ -46,7 +48,9 @@ def entries(path: Path) -> dict[str, Any]:
         head, _, rest = path.read_text().partition("\n")
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        return unusable(path, told(error))
+    except UnicodeDecodeError as error:
         return unusable(path, str(error))
     if head != checksum(rest):
         return unusable(path, "its checksum does not hold")
@@ -63,11 +67,12 @@ def put(path: Path, held: Mapping[str, Any]) -> None:
     rest = json.dumps(held, indent=1, sort_keys=True) + "\n"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".writing", delete=False) as file:
-            file.write(f"{checksum(rest)}\n{rest}")
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(prefix=".writing.", dir=path.parent) as beside:
+            made = Path(beside) / path.name
+            made.write_text(f"{checksum(rest)}\n{rest}")
+            made.replace(path)
     except OSError as error:
-        unusable(path, str(error))
+        unusable(path, told(error))
 
 
 def checksum(rest: str) -> str:
@@ -75,6 +80,7 @@ def checksum(rest: str) -> str:
 
 
 def unusable(path: Path, why: str) -> dict[Any, Any]:
-    """Warns, and gives what such a file counts as."""
-    warnings.warn(f"{path} is not used: {why}", TunedWarning, stacklevel=3)
+    """Warns, once of a file and a reason wherever it is read or written, and gives what such a file counts as."""
+    said = globals().setdefault("__warningregistry__", {})  # where warnings.warn keeps what it said, line by line
+    warnings.warn_explicit(f"{path} is not used: {why}", TunedWarning, __file__, 0, __name__, said)
     return {}

@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from v41 import __version__
+from v41.gpu_facts import KNOWN
 from v41.options import ALL_REDUCES, CODEGENS
 from v41.tools.arguments import (
     MODELS,
@@ -131,7 +132,7 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
     command.description = "The kernels generated for a program, compiled for a GPU that need not be there."
     add_source(command)
     command.add_argument("--show", metavar="NAME", help="print the text of one, by the beginning of its name")
-    command.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), help="compile for it: registers, spills")
+    command.add_argument("--arch", choices=tuple(KNOWN), help="compile for it: registers, spills")
     command.add_argument("--rows", type=counts, default=[1, 64], metavar="N,N", help="launches of 1, 64 or 4096 (1,64)")
     command.add_argument("--time", action="store_true", help="on the GPU at hand: µs of each alone, on drawn numbers")
     add_common(command)

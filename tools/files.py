@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from v41.errors import FileNotWritten
+from v41.errors import FileNotWritten, told
 
 TRIES = 100  # of putting a folder in place while others put theirs there
 
@@ -91,8 +91,3 @@ def _moved(made: Path, folder: Path) -> bool:
             return False
         raise
     return True
-
-
-def told(error: OSError) -> str:
-    """What went wrong, without the paths of what was written on the way."""
-    return f"{type(error).__name__}: {error.strerror or error}"

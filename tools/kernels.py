@@ -21,9 +21,10 @@ from torch import Tensor
 from v41._compat import without_storage
 from v41.backend import kernel_of, kinds_cut_out
 from v41.errors import KernelDoesNotCompile, KernelsNotWritten
+from v41.gpu_facts import KNOWN
 from v41.lowering.cross_compile import Facts, Request, compile_for
 from v41.lowering.generated import GeneratedPiece
-from v41.lowering.gpu import KNOWN, as_on
+from v41.lowering.gpu import as_on
 from v41.lowering.rowwise.launch import Kernel, kernel_directory
 from v41.lowering.templates.all_reduce import SummingKernel
 from v41.lowering.templates.index_scores import IndexKernel

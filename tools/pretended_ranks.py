@@ -16,11 +16,10 @@ import torch
 
 from v41._compat_groups import ALL, pretended, ranks_of
 from v41.channels import Workspace
+from v41.gpu_facts import KNOWN
 from v41.plan import Plan
 from v41.regions import region_of, regions
 from v41.runtime.symmetric import COUNTERS, PATIENCE, WORDS
-
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}  # of an A100, H100 or H200, B200
 
 
 def group_of(plan: Plan) -> AbstractContextManager[None]:
@@ -37,4 +36,4 @@ def shared_memory(ranks: int, arch: str) -> Workspace:
     memory = tuple(torch.empty(WORDS, dtype=torch.int32) for _ in range(ranks))
     counters = torch.empty(COUNTERS, dtype=torch.int32)
     failed, record = (torch.empty(1, dtype=torch.int64) for _ in range(2))
-    return Workspace(0, memory, counters, failed, record, PATIENCE, PROCESSORS[arch])
+    return Workspace(0, memory, counters, failed, record, PATIENCE, KNOWN[arch].multiprocessors)

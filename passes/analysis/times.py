@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from v41._compat import OpOverload
+from v41.gpu_facts import KNOWN
 from v41.passes.analysis.algebra import ONE, Expr
 from v41.passes.analysis.cost import REDUCTIONS, Costs, bytes_of
 from v41.passes.analysis.counts import computes
@@ -33,7 +34,7 @@ PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, tor
 @dataclass(frozen=True)
 class Machine:
     name: str = "H200"
-    multiprocessors: int = 132
+    multiprocessors: int = KNOWN["sm_90"].multiprocessors
     bytes_us: float = 4.2e6  # what a copy moves in a µs
     launch_us: float = 2.5  # from the end of one kernel to that of a next one that does nothing
     stage_us: float = 0.1  # a reduction over a row that waits for another in its kernel

@@ -3,6 +3,8 @@ is damaged or of elsewhere is a miss."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import warnings
 from collections.abc import Iterator
@@ -143,3 +145,30 @@ def test_a_programs_key_hangs_on_what_is_kept() -> None:
         keep(CPU, "triton", 16, {"a": us})
         digests.append(digest_of(CPU))
     assert digests[1] == digests[2] and len(set(digests)) == 3
+
+
+@pytest.mark.parametrize("problem", ["a file", "no folder can be made", "no file can be made", "nothing can be read"])
+def test_a_cache_that_cannot_be_written_is_told_once(
+    problem: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows are kept, and though what is there is read first."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder / f"writing.{next(numbers)}"))
+
+    numbers = itertools.count()
+    if problem == "a file":
+        (folder / "file").touch()
+        monkeypatch.setenv("V41_CACHE_DIR", str(folder / "file"))
+    if problem == "no folder can be made":
+        monkeypatch.setattr(kept.Path, "mkdir", refuse)
+    if problem in ("no file can be made", "nothing can be read"):
+        monkeypatch.setattr(kept.tempfile, "TemporaryDirectory", refuse)
+    if problem == "nothing can be read":
+        monkeypatch.setattr(kept.Path, "read_text", refuse)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        for rows in (1, 16):
+            keep(CPU, "triton", rows, {"a": 3.0})
+            assert known("a", rows) is None and digest_of(CPU) == digest_of(CPU)
+    assert [(each.category, file_of(CPU).name in str(each.message)) for each in heard] == [(TunedWarning, True)]

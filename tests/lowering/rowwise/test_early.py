@@ -7,7 +7,7 @@ import torch
 
 from tests.lowering.rowwise.boundaries import rms_norm, seam, seam_inputs
 from tests.lowering.rowwise.running import generated
-from v41.lowering.gpu import Gpu
+from v41.gpu_facts import Gpu
 from v41.lowering.rowwise import Kernel, Schedule, generate, launch
 from v41.lowering.rowwise.held import launch as held_launch
 from v41.lowering.rowwise.held.launch import Spread
@@ -67,6 +67,6 @@ def test_what_the_first_stores_is_touched_behind_the_wait(kernel: Kernel) -> Non
 def test_devices_that_cannot_are_not_asked(
     device: str, capability: tuple[int, int], hip: str | None, can: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = Gpu(capability, 0, hip is not None) if device == "cuda" else None
+    gpu = Gpu(capability, 0, 0, hip is not None) if device == "cuda" else None
     monkeypatch.setattr(launch, "gpu_of", lambda _: gpu)
     assert launch.comes_up_early(torch.device(device)) is can
