@@ -18,7 +18,7 @@ class Gpu:
     hip: bool = False
 
 
-KNOWN = {  # A100, H100 and H200, B200; bytes from CUDA's programming guide, multiprocessors as the cards of servers have
+KNOWN = {  # A100, H100 and H200, B200; bytes from the programming guide of CUDA, multiprocessors of cards for servers
     "sm_80": Gpu((8, 0), 163 << 10, 108),
     "sm_90": Gpu((9, 0), 227 << 10, 132),
     "sm_100": Gpu((10, 0), 227 << 10, 148),
