@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -301,6 +302,28 @@ def test_what_nothing_measures_is_judged_by_prediction() -> None:
     made, (decision,) = assign_streams(plan, RUNGS, lambda body, rows: None)
     assert decision.times is not None and decision.times["measured gain"] == {} and made.sides == ()
     assert decision.times["gain"] == decision.times["predicted gain"]
+
+
+def test_where_one_piece_cannot_be_timed_none_of_its_times_is_believed() -> None:
+    """A cone, its piece and the rest are compared with each other, and a prediction with no time of a GPU."""
+
+    def measure(body: GraphModule, rows: int) -> float | None:
+        kinds = {region_of(call).kind for call in regions(body)}
+        return None if "mhc_critical" in kinds else by_kind(body, rows)
+
+    plan = partition(boundaries(Stack(sites=1, iters=1)), cut_at=CUT_AT, along=ALONG)
+    (measured,), (predicted,) = (assign_streams(plan, RUNGS, by)[1] for by in (measure, None))
+    assert measured.times is not None and predicted.times is not None
+    assert measured.times["measured gain"] == {} != measured.times["gain"]
+    for name in ("own", "gain"):
+        assert measured.times[name] == predicted.times[name]
+
+
+def test_a_cone_is_named_by_its_last_node_that_computes() -> None:
+    facts = PlanFacts(partition(boundaries(Stack(sites=1, iters=1)), cut_at=CUT_AT, along=ALONG))
+    (cone,) = side_work.find_cones(facts)
+    assert cone.nodes[-1].target is getitem  # takes the last result from the region
+    assert region_of(cone.anchor).kind == "mhc_coefficients"
 
 
 def test_the_plan_of_its_rung_runs() -> None:

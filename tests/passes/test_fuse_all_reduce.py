@@ -186,6 +186,14 @@ def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(flaw: str, monkeypatch:
     assert FLAWS[flaw] not in [decision.rule for decision in again]
 
 
+@pytest.mark.parametrize("flaw", ["read under way", "no wait"])
+def test_who_reads_a_sum_under_way_is_at_fault_and_not_its_wait(flaw: str) -> None:
+    gm, decisions = fused(Norms((Sum(flaw=flaw),)))
+    (culprit,) = [node for node in gm.graph.nodes if node.name == decisions[0].culprit]
+    assert "wait_tensor" not in str(culprit.target)
+    assert any("all_reduce" in str(arg.target) for arg in culprit.all_input_nodes)
+
+
 def test_every_rule_has_a_flaw() -> None:
     assert set(FLAWS.values()) == dict(RULES).keys()
 
