@@ -50,13 +50,16 @@ def gained_on(device: torch.device, codegen: str) -> Gained:
     return gained
 
 
-def keep(device: torch.device, codegen: str, rows: int, gains: Mapping[str, float]) -> None:
-    """Adds what sites gained at so many rows, beside what is kept of other rows and sites."""
+def keep(device: torch.device, codegen: str, rows: int, gains: Mapping[str, float | None]) -> None:
+    """Adds what sites gained at so many rows, beside what is kept of other rows and sites. None: no longer known."""
     path = file_of(device)
     kept = read(path)
     for site, us in gains.items():
-        kept.setdefault(_named(codegen, site), {})[bucket(rows)] = round(us, 3)
-    put(path, {site: {str(most): us for most, us in sorted(of.items())} for site, of in kept.items()})
+        of_site = kept.setdefault(_named(codegen, site), {})
+        of_site.pop(bucket(rows), None)
+        if us is not None:
+            of_site[bucket(rows)] = round(us, 3)
+    put(path, {site: {str(most): us for most, us in sorted(of.items())} for site, of in kept.items() if of})
 
 
 def digest_of(device: torch.device) -> str:

@@ -5,10 +5,12 @@
 
 Both are captured and replayed in turn; what a site gains is the median difference over their number. Sites of one key
 do equal work beside the same regions. Measured are all that the compiler makes pieces for where nothing is kept, so
-what lost once has another chance. Side work also gets into the way of side work: sites that gain by themselves are
-measured together, and while they lose, the one that gained least is held to its share of the loss and left out. What is
-measured is kept after each number of rows; the compiler turns a site off at rows where it lost. --device cpu compares
-bits instead, and keeps nothing.
+what lost once has another chance. Where its memory lies makes a graph slower or faster, too: by how much is seen by
+more captures of `one`, and a difference within that noise says nothing of a site, which stays as the compiler judged
+it. Side work also gets into the way of side work: all sites that gain are measured together, and while that does not
+exceed the noise, the one that gained least is held to its share and left out. What is measured is kept after each
+number of rows; the compiler turns a site off at rows where it lost. --device cpu compares bits instead, and keeps
+nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from v41.tools.tables import add, table
 
 PAIRS = 40
 WARM = 3
+MORE = 3  # captures of the plan without, for the noise
 Record = dict[str, Any]
 Replay = Callable[[], object]
 
@@ -81,12 +84,14 @@ def run(model: V41ForCausalLM, arguments: Namespace, result: Record, started: fl
     with ignored():
         step, report = step_of(model, cases[0].batch, cases[0].cache, arguments.rows, arguments.codegen)
     kinds, codegen = kinds_of(step, report), str(report.options["codegen"][0])
-    result |= {"codegen": codegen, "together": []}
+    result |= {"codegen": codegen, "noise_us": {}, "together": []}
     for case in cases:
         if step.device.type == "cpu":
             result["records"] += [kind.facts(case.rows) | compared(step, kind, case) for kind in kinds]
             continue
         one, found = captured(step, step.plan, case), list[Record]()
+        noise = noise_of(step, case, one)
+        result["noise_us"][case.rows] = noise
         for kind in kinds:
             if late():
                 result["left_out"].append(f"{kind.decision.node}, {case.name}: no time")
@@ -94,12 +99,13 @@ def run(model: V41ForCausalLM, arguments: Namespace, result: Record, started: fl
             found.append(kind.facts(case.rows) | measured(step, kind, case, one))
             result["records"].append(found[-1])
         gains = {record["key"]: record["gain_us"] for record in found}
-        hidden = [kind for kind in kinds if kind.key in gains and kind.hides(case.rows)]
-        result["together"] += settled(step, hidden, gains, case, one)
+        known = [kind for kind in kinds if kind.key in gains]
+        kept, together = settled(step, known, gains, noise, case, one)
+        result["together"] += together
         for record in found:
-            record["kept_us"] = gains[record["key"]]
-        if gains:
-            keep(step.device, codegen, case.rows, gains)
+            record["kept_us"] = kept[record["key"]]
+        if kept:
+            keep(step.device, codegen, case.rows, kept)
     late()
 
 
@@ -133,25 +139,41 @@ def measured(step: PlannedStep, kind: Kind, case: Case, one: Replay) -> Record:
     return found | {"gain_us": round(found["gain_us"] / len(kind.sites), 3)}
 
 
-def settled(step: PlannedStep, kinds: Sequence[Kind], gains: dict[str, float], case: Case, one: Replay) -> list[Record]:
-    """Corrects `gains` for what sites of `kinds` do to each other; how those fared that were measured together."""
-    left, found = [kind for kind in kinds if gains[kind.key] > 0], list[Record]()
-    while left and (not found or found[-1]["gain_us"] <= 0):
-        sites = best_of_each_piece(left, gains)
+def noise_of(step: PlannedStep, case: Case, one: Replay) -> float:
+    """The most that another capture of the plan without differs from `one`, µs."""
+    again = (in_turn(one, captured(step, step.plan, case)) for _ in range(MORE))
+    return round(max(abs(statistics.median(before - after for before, after in pairs)) for pairs in again), 3)
+
+
+def settled(
+    step: PlannedStep, kinds: Sequence[Kind], gains: Mapping[str, float], noise: float, case: Case, one: Replay
+) -> tuple[dict[str, float | None], list[Record]]:
+    """What to keep of `gains`, which sites of `kinds` have by themselves; how those fared that were measured together.
+
+    Kept is None where the noise hides what a site does, and it is in nothing that was found to gain."""
+    kept = {kind.key: gains[kind.key] if abs(gains[kind.key]) * len(kind.sites) > noise else None for kind in kinds}
+    judged = {kind.key: kind.us("gain", case.rows) if (us := kept[kind.key]) is None else us for kind in kinds}
+    left = [kind for kind in kinds if kind.hides(case.rows) and (judged[kind.key] or 0) > 0]
+    found = list[Record]()
+    while left:
+        sites = best_of_each_piece(left, judged)
         made = with_sides(step.alone(step.plan), sites)
         check_plan(made)
         found.append({"rows": case.rows, "sites": len(sites), **beside_one(step, made, case, one)})
-        if found[-1]["gain_us"] <= 0:
-            worst = min(left, key=lambda kind: gains[kind.key])
-            gains[worst.key] = round(found[-1]["gain_us"] / len(sites), 3)
-            left.remove(worst)
-    return found
+        gain = found[-1]["gain_us"]
+        if gain > noise:
+            share = {kind.key: round(gain / len(sites), 3) for kind in left if set(kind.sites) & set(sites)}
+            return {key: share.get(key) if us is None else us for key, us in kept.items()}, found
+        worst = min(left, key=lambda kind: gains[kind.key])
+        kept[worst.key] = round((gain - noise) / len(sites), 3)
+        left.remove(worst)
+    return kept, found
 
 
-def best_of_each_piece(kinds: Sequence[Kind], gains: Mapping[str, float]) -> list[Site]:
+def best_of_each_piece(kinds: Sequence[Kind], gains: Mapping[str, float | None]) -> list[Site]:
     """As the compiler chooses them."""
     best: dict[int, Site] = {}
-    for kind in sorted(kinds, key=lambda kind: gains[kind.key]):
+    for kind in sorted(kinds, key=lambda kind: gains[kind.key] or 0):
         best |= {site.cone.at: site for site in kind.sites}
     return [best[at] for at in sorted(best)]
 
@@ -209,7 +231,7 @@ def overview(records: Sequence[Record]) -> Any:
 def verdict(result: Record) -> list[str]:
     """What was found; the last line is the outcome."""
     records = result["records"]
-    lost = [r for r in records if r.get("kept_us", 1) <= 0]
+    lost = [r for r in records if (us := r.get("kept_us")) is not None and us <= 0]
     wrong = [f"{r['site']} at {r['rows']} rows" for r in records if not r.get("same_bits", True)]
     told = [f"loses          {r['site']} at {r['rows']} rows: {-r['kept_us']} us more" for r in lost]
     told += [f"other bits     {each}" for each in wrong]
@@ -218,5 +240,9 @@ def verdict(result: Record) -> list[str]:
         return [*told, "does not hold: other bits" if wrong else "nothing was shown"]
     told += [f"together       {r['sites']} sites at {r['rows']} rows: {r['gain_us']} us less"
              for r in result.get("together", ())]  # fmt: skip
-    kept = sum("gain_us" in r for r in records)
-    return [*told, f"all holds: {kept} gains are kept" if kept else "all holds: bits alone were compared"]
+    told += [
+        f"noise          {us} us at {rows} rows: less says nothing of a site"
+        for rows, us in result.get("noise_us", {}).items()
+    ]
+    timed, kept = (sum(r.get(name) is not None for r in records) for name in ("gain_us", "kept_us"))
+    return [*told, f"all holds: {kept} of {timed} gains are kept" if timed else "all holds: bits alone were compared"]
