@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from v41.errors import told
-
 
 class TunedWarning(UserWarning):
     """A file of what was measured is of no use, or nothing could be measured; what it would decide is reckoned."""
@@ -73,6 +71,12 @@ def put(path: Path, held: Mapping[str, Any]) -> None:
             made.replace(path)
     except OSError as error:
         unusable(path, told(error))
+
+
+def told(error: OSError) -> str:
+    """What the system says went wrong, without paths: what is written on the way to a file has another name each
+    time."""
+    return f"{type(error).__name__}: {error.strerror or error}"
 
 
 def checksum(rest: str) -> str:

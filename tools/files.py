@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from v41.errors import FileNotWritten, told
+from v41.errors import FileNotWritten
+from v41.lowering.kept import told
 
 TRIES = 100  # of putting a folder in place while others put theirs there
 

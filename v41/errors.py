@@ -342,9 +342,3 @@ class RankMissing(V41Error):
 
     found = "rank {rank} of group {group} has not {what} {number} of this group within {seconds} s"
     fix = "see what that rank raised; where it compiles for longer, give init_process_group a larger timeout="
-
-
-def told(error: OSError) -> str:
-    """What the system says went wrong, without paths: what is written on the way to a file has another name each
-    time."""
-    return f"{type(error).__name__}: {error.strerror or error}"
