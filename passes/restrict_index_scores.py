@@ -208,6 +208,8 @@ def _restrict(gm: GraphModule) -> Iterator[Decision]:
         yield refused(site.call, *broken) if broken else applied(_replace(gm, site, lists, taken))
     for seam, rows in taken.items():
         take_too(gm, seam, rows.values())
+    for mask in dict.fromkeys(site.whole_mask for site, broken in judged if broken is None):
+        _drop_unread(gm, mask)
     for kept, made in lists.items():
         _absorb(gm, kept, made)
 
@@ -348,7 +350,7 @@ def _values(args: Any) -> Any:
 def _replace(gm: GraphModule, site: Site, lists: dict[Node, list[Node]], taken: dict[Node, dict[Node, Node]]) -> Node:
     """Puts the restricted region in the place of the site's. lists: kept -> what makes its list of blocks, that last,
     if it has one. taken: region that takes rows -> list of blocks -> the rows of it that are to be taken, too."""
-    kept, attrs, mask = site.kept, dict(site.attrs), site.mask
+    kept, attrs = site.kept, dict(site.attrs)
     assert kept is not None
     if kept not in lists:
         listing = Emit(gm, kept.next, site.call)
@@ -367,10 +369,6 @@ def _replace(gm: GraphModule, site: Site, lists: dict[Node, list[Node]], taken: 
     operands = call.all_input_nodes[1:]
     region_of(call).attrs["operands"] = tuple("size" if fake(arg) is None else roles[arg] for arg in operands)
     _erase(gm, site.call)
-    while mask.op == "call_function" and not mask.users:
-        before = mask.args[0]
-        gm.graph.erase_node(mask)
-        mask = before  # type: ignore[assignment]
     return call
 
 
@@ -415,6 +413,14 @@ class Emit:
         node.meta = {**self.origin, "val": value}
         self.nodes.append(node)
         return node
+
+
+def _drop_unread(gm: GraphModule, mask: Node) -> None:
+    """Erases a mask, and what it repeats, as far as nobody reads them any more."""
+    while mask.op == "call_function" and not mask.users:
+        before = mask.args[0]
+        gm.graph.erase_node(mask)
+        mask = before  # type: ignore[assignment]
 
 
 def _erase(gm: GraphModule, call: Node) -> None:

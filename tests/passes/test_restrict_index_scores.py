@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.fx import GraphModule
 
 from tests.invariants import apply, check_fired_share, check_pass, copy_program
 from tests.strategies.index_scores import CAPACITY, SCALES, SLOTS, WIDTH, Indexer, legal
-from tests.strategies.restricted_scores import FLAWS, OF_SYMBOLS, SIZES, Pair, pair
+from tests.strategies.restricted_scores import FLAWS, OF_SYMBOLS, SIZES, Pair, late_places, pair, seam
 from tests.strategies.tracing import trace
 from v41._compat import size_with, symbols_of
 from v41._compat_trace import functional_aten
@@ -25,6 +26,8 @@ from v41.model_def.quantization import MXFP4_RECORD
 from v41.passes import restrict_index_scores as module
 from v41.passes.canonicalize import canonicalize
 from v41.passes.outline_index_scores import KIND, outline_index_scores
+from v41.passes.replay_seam import KIND as KEPT_ROWS
+from v41.passes.replay_seam import rows_taken
 from v41.passes.restrict_index_scores import RULES, restrict_index_scores
 from v41.regions import body_of, region_of, regions
 
@@ -42,6 +45,9 @@ def outlined(both: Pair) -> GraphModule:
     apply(canonicalize, gm)
     source, again = apply(outline_index_scores, gm)
     assert source.applied and again.applied
+    if both.taken:
+        assert seam(gm) is not None
+        gm.recompile()
     return gm
 
 
@@ -82,6 +88,18 @@ def test_the_list_is_an_output_of_the_region_that_keeps_the_blocks_in_place_of_t
     listed = roles["candidate_blocks"]
     assert (listed.args[0], listed.args[1]) == (source, 1)
     assert torch.ops.aten.topk.default not in {node.target for node in gm.graph.nodes}
+
+
+def test_rows_that_a_seam_takes_of_the_mask_become_rows_of_the_list() -> None:
+    """The re-indexer has the last rows of each request alone; its picks are eager's in real steps."""
+    gm = check_agrees(replace(PLAIN, taken=True), lambda gm: gm)
+    source, again = regions(gm, KIND)
+    assert region_of(source).attrs["outputs"] == ("picks", "kept_blocks") and region_of(again).attrs["restricted"]
+    (call,) = regions(gm, KEPT_ROWS)
+    roles = dict(zip(region_of(again).attrs["operands"], again.all_input_nodes[1:], strict=True))
+    (listed,) = [user for user in source.users if user.args[1] == 1]
+    assert rows_taken(call)[listed] is roles["candidate_blocks"]
+    assert len(call.meta["val"]) == 3 == len(call.users)  # positions, requests, and the list in place of the mask
 
 
 @pytest.mark.parametrize("flaw", [pytest.param(each, marks=SLOW if each in OF_SYMBOLS else ()) for each in FLAWS])
@@ -134,13 +152,15 @@ def steps(both: Pair, context: int = 15) -> Iterator[list[Tensor]]:
         first, repeats = torch.tensor([0, *lengths]).cumsum(0)[:-1], torch.tensor(lengths)
         q = [torch.randint(-2, 3, (rows, each.heads, WIDTH)).bfloat16() for each in (both.source, both.again)]
         w = [torch.randint(-1, 3, (rows, each.heads)).bfloat16() for each in (both.source, both.again)]
+        late = late_places(lengths, 2) if both.taken else []
+        q[1], w[1] = (each[: len(late[0])] if late else each for each in (q[1], w[1]))
         keys = torch.randint(-3, 4, (SLOTS, 4, WIDTH)).bfloat16().repeat(1, CAPACITY // 4, 1)
         of, pad = torch.arange(requests).repeat_interleave(repeats), torch.tensor(pads, dtype=torch.int64)
         columns = torch.cat([*(torch.arange(n) for n in lengths), pad])
         places = [torch.cat([*at, pad]) - int(seed == 3), torch.cat((of, pad)), columns]
         places += [first, torch.randperm(SLOTS)[:requests]]
         places += [torch.arange(max(lengths)), torch.arange(count) + int(seed == 4)]
-        yield [q[0], w[0], q[1], w[1], *places, MXFP4_RECORD.encode(keys) ^ SCALES]
+        yield [q[0], w[0], q[1], w[1], *places, *late, MXFP4_RECORD.encode(keys) ^ SCALES]
 
 
 Make = Callable[[GraphModule], Callable[..., Any]]
@@ -152,6 +172,8 @@ def compiled(both: Pair, make: Make) -> tuple[Callable[..., Any], list[GraphModu
 
     def lower(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
         for each in PASSES:
+            if both.taken and each is restrict_index_scores:
+                seam(gm)
             apply(each, gm)
         programs.append(gm)
         run = make(gm)

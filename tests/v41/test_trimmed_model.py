@@ -28,8 +28,10 @@ from v41.model_def.config import PRESETS, V41Config
 from v41.model_def.generation import Request, generate
 from v41.model_def.model import V41ForCausalLM
 from v41.passes import restrict_index_scores
+from v41.passes.outline_index_scores import KIND
 from v41.passes.replay_seam import take_too
 from v41.passes.same_values import same_bits
+from v41.regions import region_of, regions
 from v41.report import CompileReport
 from v41.tools.expected import differences, regions_expected, regions_found
 
@@ -151,6 +153,9 @@ def test_a_re_indexer_behind_the_inner_seam_scores_its_candidates_alone(monkeypa
     assert runs["trim_replay"].applied == 2
     ((before, after),) = told
     assert before == after, "the list came, the mask stayed"
+    assert reports[0].plan is not None
+    scored = [region_of(call).attrs for piece in reports[0].plan.pieces for call in regions(piece.body, KIND)]
+    assert {"picks", "kept_blocks"} == {role for attrs in scored for role in attrs["outputs"]}, "a mask nobody reads"
 
 
 @pytest.mark.parametrize("replay", ["off", "after_source"])
