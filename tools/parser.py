@@ -70,6 +70,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, strange = self.parse_known_args(args, namespace)
+        if getattr(found, "site", "given") is None and len(strange) == 1 and not strange[0].startswith("-"):
+            found.site = strange.pop()  # PASS -m run/ SITE: argparse looks for SITE right behind PASS alone
         if strange:
             (within,) = [self] if not hasattr(found, "command") else [self.of(found.command)]
             within.error(f"unrecognized arguments: {' '.join(strange)}")

@@ -67,7 +67,12 @@ def streams_table(plans: list[Used]) -> Table | None:
 def beside_by_layer(run: Run, plans: list[Used]) -> Counter[int | None]:
     """How many pieces of each layer run beside in decode steps of one row."""
     names = plans[0].beside if plans else []
-    return Counter(run.layer_of.get(name.removesuffix("_side")) for name in names)
+    return Counter(run.layer_of.get(cut_from(name)) for name in names)
+
+
+def cut_from(name: str) -> str:
+    """The piece of the program on one stream that side work of that name is a part of, or all of."""
+    return name.removesuffix("_side")
 
 
 def streams_values(plans: list[Used]) -> list[dict[str, Any]]:

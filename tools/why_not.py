@@ -5,16 +5,16 @@
       broken by  one_hot  model_def/model.py:97  A = one_hot(0, S).expand(T, S)
       hint       collapse with the pre that the boundary before predicted
 
-Where a pass judged no site at all, the place that comes nearest to one is named (likeness.py). With SITE, the name of a
-node in that list or in the report, that site alone, and an applied one with its region. A site in a body that layers
-share is BODY/NODE, one of the program itself NODE, or /NODE where bodies have one of that name, too (then they are
-listed).
+Sites that one rule refused at the same lines are told once, with their number and layers; --all tells each. Where a
+pass judged no site at all, the place that comes nearest to one is named (likeness.py). With SITE, the name of a node in
+that list or in the report, that site alone, and an applied one with its region. A site in a body that layers share is
+BODY/NODE, one of the program itself NODE, or /NODE where bodies have one of that name, too (then they are listed).
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from v41.errors import AmbiguousSite, UnknownSite
@@ -25,7 +25,11 @@ from v41.tools.likeness import NearMiss, nearest_miss
 from v41.tools.nearest import choices
 from v41.tools.pass_runs import console_of, pass_named, told_of, troubled
 from v41.tools.report_view import decision_values
+from v41.tools.run import Run
+from v41.tools.streams_view import cut_from
 from v41.tools.tables import say
+
+Layers = Mapping[tuple[str, str], Sequence[int | None]]  # body and node of a site -> the layers that it is in
 
 
 def why_not_command(arguments: Namespace) -> int:
@@ -36,10 +40,11 @@ def why_not_command(arguments: Namespace) -> int:
     sites = judged(run, arguments.site)
     unseen = not run.decisions and run.failure is None and told.run is not None
     near = nearest_miss(run.name, told.run.nodes) if unseen and told.run is not None else None
+    layers = layers_of(sites, told.run)
     if arguments.json:
-        print_json("why-not", values(run, sites, near))
+        print_json("why-not", values(run, sites, near, layers))
     else:
-        for line in (*lines(run, sites), *near_lines(near)):
+        for line in (*lines(run, sites, layers, everything=arguments.all), *near_lines(near)):
             say(console, line)
     return int(arguments.strict and troubled(run))
 
@@ -70,35 +75,73 @@ def candidates(sites: Sequence[Decision]) -> str:
     return "\n".join(f"       {name:{width}}  {site.source}" for name, site in zip(names, sites, strict=True))
 
 
-def lines(run: PassRun, sites: Sequence[Decision]) -> Iterator[str]:
+def layers_of(sites: Sequence[Decision], run: Run | None) -> Layers:
+    """Where the sites are, as far as a run tells: nodes, and pieces that were to be cut for a stream of their own."""
+    found: dict[tuple[str, str], list[int | None]] = {(site.body, site.node): [] for site in sites}
+    for view in run.layers if run is not None else ():
+        for site in view.refused:
+            if (site.body, site.node) in found:
+                found[site.body, site.node].append(view.layer)
+    for (_, node), layers in found.items():
+        if run is not None and cut_from(node) in run.layer_of:
+            layers.append(run.layer_of[cut_from(node)])
+    return found
+
+
+def lines(
+    run: PassRun, sites: Sequence[Decision], layers: Layers | None = None, *, everything: bool = False
+) -> Iterator[str]:
+    """Alike ones once, unless `everything`."""
     if run.failure is not None:
         yield f"{run.name} is off: {run.failure}"
     elif not run.decisions:
         yield f"{run.name} judged no site{f': {run.warning}' if run.warning else ''}"
     elif not sites:
         yield f"{run.name} refused nothing: it applied all of {len(run.decisions)} sites"
-    for decision in sites:
-        if decision.applied:
-            made = f", as a region {decision.region.kind}" if decision.region is not None else ""
-            yield f"{decision.name} is applied by {run.name}{made}"
-            yield f"  site       {decision.source}"
-            yield from times_lines(decision, all_rows=len(sites) == 1)
-            continue
-        yield f'{decision.name} is refused by {run.name}: "{decision.rule}"'
-        yield f"  site       {decision.source}"
-        yield f"  broken by  {decision.culprit}  {decision.culprit_source or 'unknown'}"
-        yield from times_lines(decision, all_rows=len(sites) == 1)
-        yield f"  hint       {hint(decision)}"
+    for same in [[site] for site in sites] if everything else alike(sites):
+        site, more = same[0], f" and {len(same) - 1} more are" if len(same) > 1 else " is"
+        if site.applied:
+            made = f", as a region {site.region.kind}" if site.region is not None else ""
+            yield f"{site.name}{more} applied by {run.name}{made}"
+            yield f"  site       {site.source}"
+        else:
+            yield f'{site.name}{more} refused by {run.name}: "{site.rule}"'
+            yield f"  site       {site.source}"
+        where = [layer for each in same for layer in (layers or {}).get((each.body, each.node), ())]
+        if any(layer is not None for layer in where):
+            told = dict.fromkeys("outside of layers" if layer is None else str(layer) for layer in where)
+            yield f"  {'in layers' if len(told) > 1 else 'in layer':<9}  {', '.join(told)}"
+        if not site.applied:
+            yield f"  broken by  {site.culprit}  {site.culprit_source or 'unknown'}"
+        yield from times_lines(same, all_rows=len(sites) == 1)
+        if not site.applied:
+            yield f"  hint       {hint(site)}"
 
 
-def times_lines(decision: Decision, *, all_rows: bool) -> Iterator[str]:
-    """By what times a site was judged, at the fewest and at the most rows or at all that it was judged at."""
-    known = decision.times or {}
-    times = {name: known[name] for name in known if name != "gain"}  # which is one of the others
-    judged_at = sorted({rows for each in times.values() for rows in each})
+def alike(sites: Sequence[Decision]) -> list[list[Decision]]:
+    """Those together for which there is the same to say, but for names and times."""
+    found: dict[object, list[Decision]] = {}
+    for site in sites:
+        kind = site.region.kind if site.region is not None else None
+        found.setdefault((site.applied, kind, site.rule, site.source, site.culprit_source), []).append(site)
+    return [*found.values()]
+
+
+def times_lines(same: Sequence[Decision], *, all_rows: bool) -> Iterator[str]:
+    """By what times sites were judged, at the fewest and at the most rows or at all that they were judged at; those of
+    several from the least to the most."""
+    known = [{name: each for name, each in (site.times or {}).items() if name != "gain"} for site in same]
+    names = dict.fromkeys(name for times in known for name in times)  # but the gain, which is one of the others
+    judged_at = sorted({rows for times in known for each in times.values() for rows in each})
     for rows in judged_at if all_rows else dict.fromkeys((*judged_at[:1], *judged_at[-1:])):
-        told = ", ".join(f"{name} {each[rows]:.1f}" for name, each in times.items() if rows in each)
+        at = {name: [times[name][rows] for times in known if rows in times.get(name, {})] for name in names}
+        told = ", ".join(f"{name} {span(us)}" for name, us in at.items() if us)
         yield f"  {f'{rows} rows':<9}  {told} us"
+
+
+def span(numbers: Sequence[float]) -> str:
+    ends = dict.fromkeys(f"{number:.1f}" for number in (min(numbers), max(numbers)))
+    return " to ".join(ends)
 
 
 def near_lines(near: NearMiss | None) -> Iterator[str]:
@@ -108,9 +151,13 @@ def near_lines(near: NearMiss | None) -> Iterator[str]:
         yield f"  to         {near.last.name}  {near.last.source}"
 
 
-def values(run: PassRun, sites: Sequence[Decision], near: NearMiss | None) -> dict[str, Any]:
-    """The same facts as values json can write."""
-    told = [decision_values(each) | {"hint": None if each.applied else hint(each)} for each in sites]
+def values(run: PassRun, sites: Sequence[Decision], near: NearMiss | None, layers: Layers) -> dict[str, Any]:
+    """The same facts as values json can write, of each site by itself."""
+    told = [
+        decision_values(each)
+        | {"hint": None if each.applied else hint(each), "layers": list(layers[each.body, each.node])}
+        for each in sites
+    ]
     nearest = near and {"found": near.found, "of": len(near.shape), "first": near.first.name, "last": near.last.name,
                         "source": near.first.source, "differences": list(near.differences)}  # fmt: skip
     return {"pass": run.name, "failure": run.failure, "warning": run.warning, "sites": told, "nearest": nearest}

@@ -44,11 +44,11 @@ def balanced() -> tuple[nn.Module, tuple[Tensor]]:
     return Balanced(), (x,)
 
 
-def unbalanced() -> tuple[nn.Module, tuple[Tensor]]:
+def unbalanced(layers: int = 1) -> tuple[nn.Module, tuple[Tensor]]:
     """One step of a chain has another eps, so it is no loop."""
     x = torch.rand(5, WIDTH)
     mark_rows(x)
-    return Balanced(1, (1e-6, 2e-6, 1e-6)), (x,)
+    return Balanced(layers, (1e-6, 2e-6, 1e-6)), (x,)
 
 
 @nested_compile_region

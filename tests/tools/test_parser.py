@@ -74,7 +74,9 @@ def test_the_model_is_named_by_position_or_by_option() -> None:
     for option in ([], ["-m"], ["--model"], ["--preset"], ["--run"]):
         assert parser().parse_args(["cost", *option, "flash"]).model == "flash"
     assert parser().parse_args(["cost"]).model == "tiny"
-    assert parser().parse_args(["why-not", "outline_mhc", "view_1", "-m", "run"]).model == "run"
+    for words in (["outline_mhc", "view_1", "-m", "run"], ["outline_mhc", "-m", "run", "view_1"]):
+        found = parser().parse_args(["why-not", *words])
+        assert (found.name, found.site, found.model) == ("outline_mhc", "view_1", "run")
 
 
 def test_ctrl_c_is_one_word_and_a_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.tools.saved import runs, save
-from tests.tools.small_models import run_of_routed
+from tests.tools.small_models import run_of_routed, unbalanced
 from v41.errors import AmbiguousSite
 from v41.model_def.config import V41Config
 from v41.passes import replay_rows, trim_replay
@@ -27,11 +27,12 @@ from v41.tools import pass_runs
 from v41.tools.cli import main
 from v41.tools.diff_command import lines
 from v41.tools.hints import GENERAL, HINTS, hint
-from v41.tools.inspect import first_layers
+from v41.tools.inspect import capture_call, first_layers
 from v41.tools.pass_runs import saved_runs
 from v41.tools.report_view import BETWEEN
+from v41.tools.run import run_of
 from v41.tools.run_folder import save as save_run
-from v41.tools.why_not import judged
+from v41.tools.why_not import alike, judged, times_lines
 
 Run = Callable[..., tuple[int, list[str], str]]
 FOLD = [each.name for each in PIPELINE].index("fold_sinkhorn")
@@ -193,7 +194,8 @@ def test_a_preset_is_captured_and_its_changes_are_asked_for_where_they_are_shown
     def run_named(arguments: Any, *, changes: bool = False) -> Any:
         asked.append(changes)
         kept = {run.name: run.changes for run in made}
-        return SimpleNamespace(report=SimpleNamespace(passes=made, seconds={}), by_config=None, changes=kept)
+        report = SimpleNamespace(passes=made, seconds={})
+        return SimpleNamespace(report=report, by_config=None, changes=kept, layers=[], layer_of={})
 
     monkeypatch.setattr(pass_runs, "run_named", run_named)
     for command in (["passes"], ["why-not", "fold_sinkhorn"], ["diff", "fold_sinkhorn"]):
@@ -211,6 +213,41 @@ def test_an_unknown_pass_is_refused_with_those_that_there_are(
         text = told or capsys.readouterr().err
         assert code == 2 and "no pass 'fuse'" in text
         assert all(each.name in text for each in PIPELINE)
+
+
+def test_sites_refused_alike_are_told_once_with_their_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    saved = str(tmp_path / "run")
+    save_run(run_of(capture_call(lambda: unbalanced(3), codegen="triton"), "unbalanced"), tmp_path / "run")
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def told(*more: str) -> list[str]:
+        assert main(["why-not", "fold_sinkhorn", "-m", saved, *more]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    sites = json.loads("\n".join(told("--json")))["sites"]
+    assert [each["layers"] for each in sites] == [[0], [1], [2]]
+    first, site, layers, culprit, advice = told()
+    assert first == f'{sites[0]["node"]} and 2 more are refused by fold_sinkhorn: "keeps one eps"'
+    assert layers.split(maxsplit=2) == ["in", "layers", "0, 1, 2"]
+    every = told("--all")
+    assert len(every) == 15 and {site, culprit.replace(sites[0]["culprit"], sites[2]["culprit"]), advice} <= {*every}
+    assert [line.split()[-1] for line in every if line.startswith("  in layer ")] == ["0", "1", "2"]
+    assert told(sites[1]["node"]) == every[5:10]
+
+
+def test_sites_of_which_anything_else_is_to_be_told_stay_apart(made: list[PassRun]) -> None:
+    """Other lines, rules or regions: of names and times alone nothing hangs; times go from the least to the most."""
+    site = next(each for each in fold_of(made).decisions if not each.applied)
+    timed = [replace(site, node=f"n{us}", times={"own": {1: us, 16: 2 * us}, "gain": {1: us}}) for us in (3.0, 1.0)]
+    assert alike([site, *timed]) == [[site, *timed]]
+    others = {"rule": "another", "source": "model.py:1", "culprit_source": "model.py:2", "applied": True}
+    for name, value in others.items():
+        assert len(alike([site, replace(site, **{name: value})])) == 2
+    assert [*times_lines(timed, all_rows=True)] == ["  1 rows     own 1.0 to 3.0 us", "  16 rows    own 2.0 to 6.0 us"]
+    assert [*times_lines(timed[:1], all_rows=False)] == ["  1 rows     own 3.0 us", "  16 rows    own 6.0 us"]
 
 
 def test_of_sites_of_one_name_each_goes_by_its_body(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
