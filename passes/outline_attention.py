@@ -227,6 +227,7 @@ def attributes(site: Site) -> dict[str, Any]:
         "rope": rope,  # None: neither queries nor output are turned
         "turns": tuple(0 if turn is None else turn.sign for turn in (site.turn, site.turn_back)),
         "keys": tuple("as_is" if record is None else record.format for record in site.records),
+        "sources": ("rows",) * len(site.records),  # see take_in_gathers
         "masks": tuple(meaning.masks.values()),
         "p": str(list(unviewed(core.probabilities))[-1].meta["val"].dtype).removeprefix("torch."),
         "p_over": meaning.over,

@@ -40,6 +40,7 @@ from v41.passes.reinplace_cache_writes import reinplace_cache_writes
 from v41.passes.restrict_index_scores import restrict_index_scores
 from v41.passes.same_values import check_values
 from v41.passes.take_in_combine import take_in_combine
+from v41.passes.take_in_gathers import take_in_gathers
 from v41.passes.trim_replay import trim_replay
 from v41.passes.verify import EFFECTS, SHARED, WRITES, Facts, Memory, facts, verify
 from v41.regions import REDUCED
@@ -86,6 +87,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(outline_norm_quantise, needs=(outline_mhc, outline_compressor)),  # norms that lie in no other region
     Pass(fuse_all_reduce, needs=(outline_mhc,)),  # with boundaries and norms, which are regions by now
     Pass(take_in_combine, needs=(fuse_all_reduce,), serves=REDUCED),
+    Pass(take_in_gathers, needs=(outline_attention,), serves="attention"),  # in front of writes in place: it moves some
     Pass(reinplace_cache_writes, breaks=(WRITES, SHARED)),
 )
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that are pieces; with kernels, these, too:

@@ -40,6 +40,7 @@ ELSEWHERE = {  # a pass or an analysis -> where its seeded bugs are
     "drop_lone_collectives": ("tests.passes.test_drop_lone_collectives", "WRONG"),
     "fuse_all_reduce": ("tests.passes.test_fuse_all_reduce", "WRONG"),
     "take_in_combine": ("tests.passes.test_take_in_combine", "WRONG"),
+    "take_in_gathers": ("tests.passes.test_take_in_gathers", "WRONG"),
     "restrict_index_scores": ("tests.passes.test_restrict_index_scores", "WRONG"),
     "row_demand": ("tests.passes.test_rows", "BUGS"),
     "synchronise": ("tests.passes.test_synchronise", "WRONG"),

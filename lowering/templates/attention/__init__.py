@@ -11,9 +11,9 @@ from torch.fx import GraphModule
 
 from v41.lowering.rowwise import Unsupported, digest
 from v41.lowering.rowwise.read import described, outputs_of
-from v41.lowering.templates.attention.form import AS_IS, KIND, Form, form_of, roles_of
+from v41.lowering.templates.attention.form import AS_IS, KIND, Form, described_operand, form_of, roles_of
 from v41.lowering.templates.attention.header import header
-from v41.lowering.templates.attention.keys import sizes_of
+from v41.lowering.templates.attention.keys import counted, sizes_of
 from v41.lowering.templates.attention.launch import AttentionKernel, Spread
 from v41.lowering.templates.attention.text import blocks_of, text, tile_of_heads
 from v41.lowering.templates.lone import NotTaken, lone_region
@@ -34,7 +34,7 @@ def _generate(body: GraphModule, name: str) -> AttentionKernel:
     form = form_of(call)
     roles = roles_of(call)
     given = [node for node in body.graph.nodes if node.op == "placeholder"]
-    inputs = [described(roles[node], node) if node in roles else None for node in given]
+    inputs = [described_operand(roles[node], node, form) if node in roles else None for node in given]
     (output,) = outputs_of(body)
     outputs = [described("out", output)]
     operands = [tensor.name for tensor in inputs if tensor is not None]
@@ -51,5 +51,11 @@ def _generate(body: GraphModule, name: str) -> AttentionKernel:
         sum(map(blocks_of, form.branches)),
         form.width,
         max(branch.group for branch in form.branches),
-        {branch.name: sizes_of(branch, form.width) for branch in form.branches if branch.values != AS_IS},
+        {
+            operand: sizes_of(branch, form.width)
+            for branch in form.branches
+            if branch.values != AS_IS
+            for operand in branch.records
+        },
+        tuple(counted(form).values()),
     )

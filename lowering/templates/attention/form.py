@@ -10,13 +10,16 @@ region may say beyond that (p relative to the total, no sink, RoPE of halves ...
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from v41._compat import known_equal
+from v41.lowering.rowwise.read import Tensor as Described
+from v41.lowering.rowwise.read import described
 from v41.lowering.templates import lone
 from v41.lowering.templates.decode import UNIT
 from v41.lowering.templates.lone import NotTaken
@@ -28,6 +31,8 @@ SHORTEST = 64  # numbers made from nibbles that a product of few heads may sum o
 FEWEST, WIDEST = SHORTEST, 512  # channels of a head; the results of a tile fill a program
 MASKS = {"window": "visible", "picked": "picks"}  # which operand says what of a branch is seen
 VALUES, SCALES = ("e4m3", "e2m1"), ("ue8m0", "e4m3")
+HANDED = "rows"  # records are handed over, a row each
+SOURCES = (HANDED, "slots", "step")  # as passes/take_in_gathers.py says what they mean
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,27 @@ class Branch:
     scales: str = ""
     group: int = 1  # channels under one scale
     bytes: int = 0
+    source: str = HANDED  # of SOURCES
+    places: str = ""  # in a cache: the operand that says them, which may be the mask
 
     @property
     def mask(self) -> str:
         return MASKS[self.name]
+
+    @property
+    def lies(self) -> bool:
+        """Whether records are read where they lie in a cache."""
+        return self.source != HANDED
+
+    @property
+    def of_step(self) -> bool:
+        """Whether some of them are of this step."""
+        return self.source == "step"
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """The operands that hold them."""
+        return (self.name, f"{self.name}_records") if self.of_step else (self.name,)
 
     @property
     def group_bytes(self) -> int:
@@ -78,8 +100,16 @@ def form_of(call: Node) -> Form:
 def _branches(attrs: dict[str, Any]) -> tuple[Branch, ...]:
     counts = [attrs["window"], attrs["picked"]]
     formats = [(AS_IS,) if keys == AS_IS else keys for keys in attrs["keys"]]
-    named = zip(MASKS, counts, formats, strict=False)
-    return tuple(Branch(name, count, *keys) for name, count, keys in named)
+    named = zip(MASKS, counts, formats, attrs["sources"], strict=False)
+    return tuple(
+        replace(Branch(name, count, *keys), source=source, places=_places(name, attrs))
+        for name, count, keys, source in named
+    )
+
+
+def _places(name: str, attrs: dict[str, Any]) -> str:
+    """The operand that says where in its slot a record lies."""
+    return f"{name}_places" if f"{name}_places" in attrs["operands"] else MASKS[name]
 
 
 def _rope_is_of_last_pairs(attrs: dict[str, Any]) -> bool:
@@ -113,6 +143,7 @@ RULES: tuple[tuple[str, Callable[[dict[str, Any]], bool]], ...] = (
     ("shows what hidden keys hold", lambda attrs: not attrs["reads_hidden"]),
     ("hides keys by other masks than a bool and picks",
      lambda attrs: attrs["masks"] == tuple(MASKS.values())[: len(attrs["keys"])]),
+    ("reads records in another way", lambda attrs: all(source in SOURCES for source in attrs["sources"])),
     ("turns other channels than the last, in adjacent pairs", _rope_is_of_last_pairs),
     (f"has heads of other widths than powers of two from {FEWEST} to {WIDEST}", _fits_tiles),
     ("packs keys in another way", _is_packed_in_tiles),
@@ -122,27 +153,39 @@ RULES: tuple[tuple[str, Callable[[dict[str, Any]], bool]], ...] = (
 # ---- its operands
 
 
+COUNTS, RECORDS = (torch.int64, torch.int32), (torch.uint8, torch.bfloat16)
 TYPES = {  # of each operand; what numbers come as they are, and a sink, may be any float
     "queries": (torch.bfloat16,),
-    "window": (torch.uint8, torch.bfloat16),
-    "picked": (torch.uint8, torch.bfloat16),
     "visible": (torch.bool,),
-    "picks": (torch.int64, torch.int32),
+    "picks": COUNTS,
+    "slots": COUNTS,
     "cos": (torch.float32,),
     "sin": (torch.float32,),
     "sink": (torch.bfloat16, torch.float16, torch.float32),
+    **dict.fromkeys((*MASKS, *(f"{name}_records" for name in MASKS)), RECORDS),
+    **dict.fromkeys((f"{name}_{what}" for name in MASKS for what in ("places", "rows")), COUNTS),
+    **dict.fromkeys((f"{name}_in_step" for name in MASKS), (torch.bool,)),
 }
 
 
 def roles_of(call: Node) -> dict[Node, str]:
     """The placeholders that the kernel reads, by what they are to the region."""
-    return lone.roles_of(call, TYPES, lambda role, value: value.stride() == _dense(value))
+    return lone.roles_of(call, TYPES, lambda role, value: _is_dense(value))
 
 
-def _dense(value: Tensor) -> tuple[Any, ...]:
-    """Strides of rows without gaps."""
-    steps, step = [], 1
-    for size in reversed(value.shape):
-        steps.append(step)
-        step *= size if isinstance(size, int) else 1
-    return tuple(reversed(steps))
+def _is_dense(value: Tensor) -> bool:
+    """Whether it lies in rows without gaps."""
+    step: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not known_equal(stride, step):
+            return False
+        step = step * size
+    return True
+
+
+def described_operand(role: str, node: Node, form: Form) -> Described:
+    """What the kernel is told of an operand. How many slots and entries a cache has it is told at each launch."""
+    if any(role == branch.name and branch.lies for branch in form.branches):
+        value = node.meta["val"]
+        return Described(role, value.dtype, (0, 0, int(value.shape[-1])), ())
+    return described(role, node)

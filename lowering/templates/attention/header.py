@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from v41.lowering.rowwise.header import described, traffic
+from v41.lowering.rowwise.names import SHORT
 from v41.lowering.rowwise.read import Tensor
 from v41.lowering.templates.attention.form import AS_IS, Branch, Form
 from v41.lowering.templates.attention.text import BLOCK, blocks_of, tile_of_heads
@@ -17,7 +18,7 @@ def header(name: str, form: Form, inputs: list[Tensor], outputs: list[Tensor]) -
         "",
         f"region    attention, {form.heads} heads of {form.width}, scale {form.scale:.6g}, a sink, {rope}",
         *(f"keys      {_keys(branch, form)}" for branch in form.branches),
-        f"reads     {'  '.join(map(described, inputs))}",
+        f"reads     {'  '.join(map(_described, inputs))}",
         f"writes    {'  '.join(map(described, outputs))}",
         "rounding  q and output where they turn, p before it meets values, output; all else fp32",
         f"tile      {heads} heads by {BLOCK} keys, {tiles} a row; few rows: scores by blocks of keys, then "
@@ -28,7 +29,14 @@ def header(name: str, form: Form, inputs: list[Tensor], outputs: list[Tensor]) -
     return '"""' + "\n".join(lines) + '\n"""\n\n'
 
 
+def _described(tensor: Tensor) -> str:
+    """A cache by what its axes are: how long they are it is told at each launch."""
+    lies = tensor.shape[:2] == (0, 0)
+    return f"{tensor.name} {SHORT[tensor.dtype]}[slots,entries,{tensor.shape[-1]}]" if lies else described(tensor)
+
+
 def _keys(branch: Branch, form: Form) -> str:
     packed = "as they are" if branch.values == AS_IS else (
         f"{branch.values} under {branch.scales} a {branch.group}, {branch.bytes} bytes")  # fmt: skip
+    packed += {"slots": ", in slots of a cache", "step": ", of this step or in slots of a cache"}.get(branch.source, "")
     return f"{branch.count} {branch.name}, hidden by {branch.mask}, {packed}; {blocks_of(branch)} blocks"

@@ -1,24 +1,70 @@
 """keys: how a generated attention reads a branch of its keys: three functions of Triton a branch.
 
-    seen(mask, row, number, KEYS)                    which of the keys from number * KEYS on are seen
-    read(records, scales, row, number, first, ..)    units and scale bytes of some channels of theirs, as they lie
-    tile(held, seen, KEYS, WIDE, PACKED)             bf16 [KEYS, WIDE], 0 of keys that are not seen
+    at, seen = {name}_at(.., row, number, KEYS)    of the keys from number * KEYS on: which record, and whether seen
+    {name}_read(.., at, first, KEYS, WIDE)         units and scale bytes of some channels of theirs, as they lie
+    {name}_tile(held, seen, KEYS, WIDE, PACKED)    bf16 [KEYS, WIDE], 0 of keys that are not seen
 
-What is not seen is read all the same: masks of loads cost more than they save, and picks of -1 have records, too.
+A record is told by its number: slot * entries + place in a cache, row * count + key where records were handed over, and
+-1 - row for one of this step's where the others lie in a cache; 64 bits, for a cache may be of any size. What is not
+seen is read all the same: masks of loads cost more than they save, and picks of -1 have a record, too, the first.
 """
 
 from __future__ import annotations
 
-from v41.lowering.templates.attention.form import AS_IS, Branch
+from v41.lowering.templates.attention.form import AS_IS, Branch, Form
 from v41.lowering.templates.decode import BYTES, UNIT
+from v41.lowering.templates.formats import indented
 
 WORD = 4  # bytes
+
+FROM_END = '''@triton.jit
+def from_end(number, count):
+    """As eager counts: negative ones from the end."""
+    return tl.where(number < 0, number + count, number)
+'''
 
 
 def branch_text(branch: Branch, width: int) -> str:
     """The three functions."""
     read, tile = (_numbers, _numbers_tile) if branch.values == AS_IS else (_records, _records_tile)
-    return "\n\n".join([_seen(branch), read(branch, width), tile(branch, width)])
+    return "\n\n".join([_at(branch), read(branch, width), tile(branch, width)])
+
+
+def places(branch: Branch) -> str:
+    """What `_at` is given in front: names of parameters and, in the kernel, of arguments."""
+    own = [branch.mask]
+    if branch.lies:
+        own += [branch.places] if branch.places != branch.mask else []
+        own += ["slots", f"{branch.name}_slots", f"{branch.name}_entries"]
+    if branch.of_step:
+        own += [f"{branch.name}_in_step", f"{branch.name}_rows", f"{branch.name}_of_step"]
+    return ", ".join(own)
+
+
+def pointers(branch: Branch) -> str:
+    """What `_read` is given in front, likewise: records as units, and once more as numbers that hold scales."""
+    return ", ".join(pointer for operand in branch.records for pointer in twice(branch, operand))
+
+
+def twice(branch: Branch, operand: str) -> list[str]:
+    return [operand] if branch.values == AS_IS else [operand, f"{operand}_scales"]
+
+
+def parameters(form: Form, operands: list[str]) -> list[str]:
+    """The tensors that the kernel is given, where it reads `operands`."""
+    packed = {operand: branch for branch in form.branches for operand in branch.records}
+    return [name for each in operands for name in (twice(packed[each], each) if each in packed else (each,))]
+
+
+def counted(form: Form) -> dict[str, tuple[str, int]]:
+    """The numbers that it is given behind them: each is the size of an operand along an axis."""
+    found: dict[str, tuple[str, int]] = {}
+    for branch in form.branches:
+        if branch.lies:
+            found |= {f"{branch.name}_slots": (branch.name, 0), f"{branch.name}_entries": (branch.name, 1)}
+        if branch.of_step:
+            found[f"{branch.name}_of_step"] = (f"{branch.name}_records", 0)
+    return found
 
 
 def sizes_of(branch: Branch, width: int) -> tuple[int, int]:
@@ -29,27 +75,56 @@ def sizes_of(branch: Branch, width: int) -> tuple[int, int]:
     return (unit if branch.bytes % unit == 0 else 1), (WORD if fits else 1)
 
 
-def _key(branch: Branch) -> str:
-    """Of each key that is read: the last again behind it."""
-    local = "number * KEYS + tl.arange(0, KEYS)"
-    return f"row * {branch.count} + tl.minimum({local}, {branch.count - 1})"
+def _at(branch: Branch) -> str:
+    name, count, mask = branch.name, branch.count, branch.mask
+    lines = [
+        "key = number * KEYS + tl.arange(0, KEYS)",
+        f"local = row * {count} + tl.minimum(key, {count - 1})",  # the last again behind it
+    ]
+    if mask == "picks":
+        lines += [f"pick = tl.load(picks + row * {count} + key, mask=key < {count}, other=-1)", "seen = pick >= 0"]
+    else:
+        lines.append(f"seen = tl.load({mask} + local).to(tl.int1) & (key < {count})")
+    if not branch.lies:
+        lines.append("at = local")
+    else:
+        lines.append(f"slot = {_from_end('tl.load(slots + row).to(tl.int64)', f'{name}_slots')}")
+        if branch.places == mask:
+            lines.append("place = tl.maximum(pick, 0)")
+        else:
+            lines.append(f"place = {_from_end(f'tl.load({branch.places} + local)', f'{name}_entries')}")
+        lines.append(f"at = slot * {name}_entries + place")
+    if branch.of_step:
+        lines += [
+            f"now = {_from_end(f'tl.load({name}_rows + local).to(tl.int64)', f'{name}_of_step')}",
+            f"at = tl.where(tl.load({name}_in_step + local).to(tl.int1), -1 - now, at)",
+        ]
+    return "\n".join(
+        [
+            "@triton.jit",
+            f"def {name}_at({places(branch)}, row, number, KEYS: tl.constexpr):",
+            *indented([*lines, "return at, seen"]),
+            "",
+        ]
+    )
 
 
-def _seen(branch: Branch) -> str:
-    shown = "other=-1) >= 0" if branch.mask == "picks" else "other=0).to(tl.int1)"
-    behind = "" if branch.mask == "picks" else f" & (key < {branch.count})"
-    return f"""@triton.jit
-def {branch.name}_seen({branch.mask}, row, number, KEYS: tl.constexpr):
-    key = number * KEYS + tl.arange(0, KEYS)
-    return tl.load({branch.mask} + row * {branch.count} + key, mask=key < {branch.count}, {shown}{behind}
-"""
+def _from_end(number: str, count: str) -> str:
+    """`number`, from the end where it is negative."""
+    return f"from_end({number}, {count})"
+
+
+def _home(branch: Branch, of: str, step: int) -> str:
+    """Where each record begins, among numbers of which it has so many. of: "" or "_scales"."""
+    held = f"{branch.name}{of} + at * {step}"
+    return f"tl.where(at < 0, {branch.name}_records{of} + (-1 - at) * {step}, {held})" if branch.of_step else held
 
 
 def _numbers(branch: Branch, width: int) -> str:
     return f"""@triton.jit
-def {branch.name}_read({branch.name}, row, number, first, KEYS: tl.constexpr, WIDE: tl.constexpr):
-    key = {_key(branch)}
-    return tl.load({branch.name} + (key * {width})[:, None] + first + tl.arange(0, WIDE)[None, :])
+def {branch.name}_read({pointers(branch)}, at, first, KEYS: tl.constexpr, WIDE: tl.constexpr):
+    home = {_home(branch, "", width)}
+    return tl.load(home[:, None] + first + tl.arange(0, WIDE)[None, :])
 """
 
 
@@ -65,30 +140,34 @@ def _records(branch: Branch, width: int) -> str:
     scales = width // branch.group
     loaded, word = sizes_of(branch, width)
     if loaded == unit:
-        at = f"(key * {size // unit} + first // {UNIT})[:, None] + tl.arange(0, WIDE // {UNIT})[None, :]"
-        held = f"tl.load({branch.name} + {at})"
+        step = size // unit
+        held = f"tl.load(home[:, None] + (first // {UNIT} + tl.arange(0, WIDE // {UNIT}))[None, :])"
     else:
-        at = f"(key * {size} + first // {UNIT} * {unit})[:, None, None]"
-        at += f" + tl.arange(0, WIDE // {UNIT})[None, :, None] * {unit} + tl.arange(0, {unit})[None, None, :]"
-        held = f"units_of(tl.load({branch.name} + {at}), KEYS, WIDE // {UNIT}, {unit})"
-    name = f"{branch.name}_scales"
-    lines = [f"    group = first // {branch.group}", f"    COUNT: tl.constexpr = WIDE // {branch.group}"]
+        step = size
+        each = f"tl.arange(0, WIDE // {UNIT})[None, :, None] * {unit} + tl.arange(0, {unit})[None, None, :]"
+        read = f"tl.load(home[:, None, None] + first // {UNIT} * {unit} + {each})"
+        held = f"units_of({read}, KEYS, WIDE // {UNIT}, {unit})"
+    lines = [
+        f"home = {_home(branch, '', step)}",
+        f"held = {held}",
+        f"group = first // {branch.group}",
+        f"COUNT: tl.constexpr = WIDE // {branch.group}",
+        f"marks = {_home(branch, '_scales', size // word)} + {(size - scales) // word}",
+    ]
     if word == WORD:
-        base = f"key * {size // WORD} + {(size - scales) // WORD} + group // {WORD}"
         lines += [
-            f"    if COUNT >= {WORD}:",
-            f"        words = tl.load({name} + ({base})[:, None] + tl.arange(0, COUNT // {WORD})[None, :])",
-            f"        return held, bytes_of(words, KEYS, COUNT // {WORD}, {WORD})",
-            "    else:",
-            f"        word = tl.load({name} + {base})[:, None]",
-            f"        return held, (word >> ((group % {WORD} + tl.arange(0, COUNT)) * 8)[None, :]) & 255",
+            f"if COUNT >= {WORD}:",
+            f"    words = tl.load(marks[:, None] + (group // {WORD} + tl.arange(0, COUNT // {WORD}))[None, :])",
+            f"    return held, bytes_of(words, KEYS, COUNT // {WORD}, {WORD})",
+            "else:",
+            f"    word = tl.load(marks + group // {WORD})[:, None]",
+            f"    return held, (word >> ((group % {WORD} + tl.arange(0, COUNT)) * 8)[None, :]) & 255",
         ]
     else:
-        at = f"(key * {size} + {size - scales} + group)[:, None] + tl.arange(0, COUNT)[None, :]"
-        lines.append(f"    return held, tl.load({name} + {at}).to(tl.int32)")
-    body = "\n".join([f"    key = {_key(branch)}", f"    held = {held}", *lines])
+        lines.append("return held, tl.load(marks[:, None] + (group + tl.arange(0, COUNT))[None, :]).to(tl.int32)")
+    body = "\n".join(indented(lines))
     return f"""@triton.jit
-def {branch.name}_read({branch.name}, {name}, row, number, first, KEYS: tl.constexpr, WIDE: tl.constexpr):
+def {branch.name}_read({pointers(branch)}, at, first, KEYS: tl.constexpr, WIDE: tl.constexpr):
 {body}
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ SPREADS = (  # most rows, schedule: the fastest of those that are tried on an H2
 class AttentionKernel(Kernel):
     """tiles: programs that hold the heads of a row, `heads` each; `blocks` of keys; width: of a head. narrow: channels
     under one scale, below which no slice goes. sizes: bytes of the numbers that the units and the scales of packed
-    keys are read as."""
+    keys are read as. counted: operands, and axes of them whose sizes the kernel is told."""
 
     heads: int
     tiles: int
@@ -51,6 +51,7 @@ class AttentionKernel(Kernel):
     width: int
     narrow: int
     sizes: dict[str, tuple[int, int]]
+    counted: tuple[tuple[str, int], ...]
 
     def schedule_for(self, rows: int, device: torch.device) -> Spread:
         """By rows; the last that takes two launches where the device cannot hold the results of one."""
@@ -63,6 +64,7 @@ class AttentionKernel(Kernel):
 
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
         read, rows, device = self.given(tensors)
+        of = self.by_name(read)
         chosen = self.chosen(tensors, rows, device) if schedule is None else schedule
         outputs, programs = self.results(rows, device), rows * self.tiles
         whole = chosen.slice == 0
@@ -73,14 +75,18 @@ class AttentionKernel(Kernel):
         constants = {"SLICE": wide, "KEYS": chosen.keys, "STAGES": chosen.stages, "PACKED": packs(device)}
         launches = [((programs, parts), {**constants, "STEP": step}) for step, parts in steps if rows]
         options = {"num_warps": chosen.warps if whole else chosen.first_warps, "enable_fp_fusion": False}
-        arguments = [*self.pointers(read), *outputs, scores]
+        numbers = [of[name].shape[axis] for name, axis in self.counted]
+        arguments = [*self.pointers(of), *outputs, scores, *numbers]
         return Call(launches, arguments, options, outputs, late={"num_warps": chosen.warps})
 
-    def pointers(self, read: Sequence[Tensor]) -> list[Tensor]:
+    def by_name(self, read: Sequence[Tensor]) -> dict[str, Tensor]:
+        names = (what.name for what in self.inputs if what is not None)
+        return dict(zip(names, read, strict=True))
+
+    def pointers(self, of: Mapping[str, Tensor]) -> list[Tensor]:
         """The inputs; packed keys twice, as numbers that hold a unit and as such that hold scales."""
-        names = [what.name for what in self.inputs if what is not None]
         found = []
-        for name, tensor in zip(names, read, strict=True):
+        for name, tensor in of.items():
             sizes = self.sizes.get(name)
             found += [tensor] if sizes is None else [tensor.view(NUMBERS[size]) for size in sizes]
         return found

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from v41.lowering.rowwise.schedule import FIRST, LATER
 from v41.lowering.templates.attention.form import AS_IS, Branch, Form
-from v41.lowering.templates.attention.keys import branch_text
+from v41.lowering.templates.attention.keys import FROM_END, branch_text, counted, parameters, places, pointers
 from v41.lowering.templates.decode import ORDER, PART, SCALES, SPREAD, UNIT, keys_text
 from v41.lowering.templates.formats import ADDED, HEAD, indented
 
@@ -49,6 +49,7 @@ def text(form: Form, name: str, operands: list[str]) -> str:
         parts += [SCALES[kind] for kind in dict.fromkeys(branch.scales for branch in packed)]
         parts += [keys_text(kind) for kind in dict.fromkeys(branch.values for branch in packed)]
     parts += [turn_text(form)] if any(form.turns) else []
+    parts += [FROM_END] if counted(form) else []
     parts += [branch_text(branch, form.width) for branch in form.branches]
     parts.append(kernel_text(form, name, operands))
     return "\n\n".join(parts)
@@ -62,12 +63,6 @@ def tile_of_heads(form: Form) -> tuple[int, int]:
 
 def blocks_of(branch: Branch) -> int:
     return -(-branch.count // BLOCK)
-
-
-def parameters(form: Form, operands: list[str]) -> list[str]:
-    """Of the kernel: records come as units, and once more as numbers that hold scales."""
-    packed = {branch.name for branch in form.branches if branch.values != AS_IS}
-    return [name for each in operands for name in ((each, f"{each}_scales") if each in packed else (each,))]
 
 
 def turn_text(form: Form) -> str:
@@ -106,9 +101,10 @@ def last_of(form: Form) -> Channels:
 def kernel_text(form: Form, name: str, operands: list[str]) -> str:
     rows, tiles = tile_of_heads(form)
     constants = ("SLICE", "STEP", "KEYS", "STAGES", "PACKED")
+    numbers = list(counted(form))
     lines = [
-        "@triton.jit",
-        f"def {name}({', '.join([*parameters(form, operands), 'out', 'scores'])},",
+        f"@triton.jit(do_not_specialize={numbers})" if numbers else "@triton.jit",
+        f"def {name}({', '.join([*parameters(form, operands), 'out', 'scores', *numbers])},",
         f"    {', '.join(f'{each}: tl.constexpr' for each in constants)}):",
         f"    row = (tl.program_id(0) // {tiles}).to(tl.int64)",
         f"    head = tl.program_id(0) % {tiles} * {rows} + tl.arange(0, {rows})",
@@ -135,15 +131,15 @@ def _turned(x: str, form: Form, which: int, channels: Channels, rows: int) -> st
     return f"turn({x}, cos, sin, row, {channels.first}, {sign}, {rows}, {channels.wide})" if sign else x
 
 
-def _seen(branch: Branch, number: str, keys: str) -> str:
-    return f"seen = {branch.name}_seen({branch.mask}, row, {number}, {keys})"
+def _at(branch: Branch, number: str, keys: str) -> str:
+    """Which records the keys of a block are, and which keys are seen."""
+    return f"at, seen = {branch.name}_at({places(branch)}, row, {number}, {keys})"
 
 
-def _read(branch: Branch, held: str, number: str, keys: str, channels: Channels | str) -> str:
-    """What some channels of some keys are held as."""
+def _read(branch: Branch, held: str, keys: str, channels: Channels | str) -> str:
+    """What some channels of these are held as."""
     first, wide = (channels.first, channels.wide) if isinstance(channels, Channels) else ("first", channels)
-    pointers = branch.name if branch.values == AS_IS else f"{branch.name}, {branch.name}_scales"
-    return f"{held} = {branch.name}_read({pointers}, row, {number}, {first}, {keys}, {wide})"
+    return f"{held} = {branch.name}_read({pointers(branch)}, at, {first}, {keys}, {wide})"
 
 
 def _starts(form: Form) -> list[tuple[Branch, int]]:
@@ -170,7 +166,7 @@ def _scores(form: Form, rows: int) -> list[str]:
     wide, kept = min(CHUNK, form.width), form.width - form.rotary
     chunks = [Channels(str(first), wide) for first in range(0, form.width, wide)]
     load, _ = _masked(form, rows)
-    lines = ["start = tl.program_id(1) * KEYS", f"at = scores + {_place(form, rows, 'start', 'KEYS')}"]
+    lines = ["start = tl.program_id(1) * KEYS", f"place = scores + {_place(form, rows, 'start', 'KEYS')}"]
     for i, chunk in enumerate(chunks):
         lines.append(f"q{i} = tl.load(queries + home + {chunk.each}{load})")
         if int(chunk.first) + wide > kept and form.turns[0]:
@@ -181,11 +177,11 @@ def _scores(form: Form, rows: int) -> list[str]:
         tile = f"{branch.name}_tile(held{{i}}, seen, KEYS, {wide}, PACKED).trans()"
         body = [
             f"number = tl.program_id(1) - {start * BLOCK} // KEYS",
-            _seen(branch, "number", "KEYS"),
-            *(_read(branch, f"held{i}", "number", "KEYS", chunk) for i, chunk in enumerate(chunks)),
+            _at(branch, "number", "KEYS"),
+            *(_read(branch, f"held{i}", "KEYS", chunk) for i, chunk in enumerate(chunks)),
             f"x = tl.dot(q0, {tile.format(i=0)})",
             *(f"x = tl.dot(q{i}, {tile.format(i=i)}, x)" for i in range(1, len(chunks))),
-            f'tl.store(at, tl.where(seen[None, :], x * {form.scale!r}, float("-inf")))',
+            f'tl.store(place, tl.where(seen[None, :], x * {form.scale!r}, float("-inf")))',
         ]
         lines += [f"if (start >= {start * BLOCK}) & (start < {end}):", *indented(body)]
     return lines
@@ -197,9 +193,9 @@ def _values(form: Form, rows: int) -> list[str]:
     lines = ["first = tl.program_id(1) * SLICE", *_empty(rows, "SLICE")]
     for branch, start in _starts(form):
         body = [
-            _read(branch, "held", "number", str(BLOCK), "SLICE"),
+            _at(branch, "number", str(BLOCK)),
+            _read(branch, "held", str(BLOCK), "SLICE"),
             f"x = tl.load(scores + {_place(form, rows, f'(number + {start}) * {BLOCK}', str(BLOCK))})",
-            _seen(branch, "number", str(BLOCK)),
             f"k = {branch.name}_tile(held, seen, {BLOCK}, SLICE, PACKED)",
             _weighed(rows),
             "o = tl.dot(p, k, o * fade)",
@@ -245,8 +241,8 @@ def _both(form: Form, rows: int) -> list[str]:
             _weighed(rows),
         ]
         body = [
-            _read(branch, "held", "number", str(BLOCK), all_),
-            _seen(branch, "number", str(BLOCK)),
+            _at(branch, "number", str(BLOCK)),
+            _read(branch, "held", str(BLOCK), all_),
             f"k = {branch.name}_tile(held, seen, {BLOCK}, {form.width}, PACKED)",
             f"fade = tl.full([{rows}, 1], 1.0, tl.float32)",
             f"p = tl.zeros([{rows}, {BLOCK}], tl.bfloat16)",

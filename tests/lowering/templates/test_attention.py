@@ -181,6 +181,7 @@ FLAWS: dict[str, dict[str, Any]] = {  # sentence of RULES -> attributes that bre
     "has no sink": {"sink": False, "empty": "nan"},
     "shows what hidden keys hold": {"reads_hidden": True},
     "hides keys by other masks than a bool and picks": {"masks": ("hidden", "picks")},
+    "reads records in another way": {"sources": ("rows", "pages")},
     "turns other channels than the last, in adjacent pairs": {
         "rope": {"width": 16, "pairs": "halves", "channels": "last"}
     },
