@@ -16,6 +16,7 @@ from v41.options import ALL_REDUCES, CODEGENS
 PRESETS = "tiny, bench (90 GB) or flash (503 GB), with random weights"
 MODELS = "a preset (tiny, bench, flash), a checkpoint folder, or MODULE:FUNCTION that returns (model, inputs)"
 MOST = 2**63
+TROUBLE = "a site was refused, a pass failed, or the config asks for other regions"
 RUN_OR_MODEL = f"a folder that v41 capture wrote, {MODELS} (tiny)"
 
 
@@ -44,24 +45,19 @@ def add_codegen(command: argparse.ArgumentParser) -> None:
     command.add_argument("--codegen", choices=("triton", "inductor", "eager"), help=told)
 
 
-def add_common(command: argparse.ArgumentParser) -> None:
-    """What every command has that judges a model."""
+def add_common(command: argparse.ArgumentParser, strict: str = TROUBLE) -> None:
+    """What every command has that tells of a model. strict: when --strict makes it exit with 1."""
     add_json(command)
-    add_strict(command)
+    command.add_argument("--strict", action="store_true", help=f"exit with 1 where {strict}")
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print the facts as JSON, in a layout with a version")
 
 
-def add_strict(command: argparse.ArgumentParser) -> None:
-    told = "exit with 1 where a site was refused, a pass failed or (inspect, passes) the config asks for other regions"
-    command.add_argument("--strict", action="store_true", help=told)
-
-
-def add_passes(command: argparse.ArgumentParser, *, position: bool = True) -> None:
+def add_passes(command: argparse.ArgumentParser, strict: str = TROUBLE, *, position: bool = True) -> None:
     add_source(command, position=position)
-    add_common(command)
+    add_common(command, strict)
 
 
 def add_step(command: argparse.ArgumentParser, tokens: list[int]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from v41.tools.json_output import print_json
-from v41.tools.pass_runs import console_of, troubled
+from v41.tools.pass_runs import console_of, told_by
 from v41.tools.progress import progress
 from v41.tools.run import Run
 from v41.tools.run_folder import check_place, save
@@ -37,7 +37,7 @@ def capture_command(arguments: Namespace) -> int:
     else:
         for line in lines(told):
             say(console, line)
-    return int(arguments.strict and any(map(troubled, run.report.passes)))
+    return int(arguments.strict and told_by(run).troubled)
 
 
 def values(run: Run, folder: Path) -> dict[str, Any]:

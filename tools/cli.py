@@ -22,6 +22,7 @@ from v41.gpu_facts import KNOWN
 from v41.options import ALL_REDUCES, CODEGENS
 from v41.tools.arguments import (
     MODELS,
+    TROUBLE,
     add_common,
     add_json,
     add_layers,
@@ -65,7 +66,8 @@ def parser() -> Parser:
     add_capture(commands.add_parser("capture", help="keep what the compiler makes of a model, for the commands below"))
     add_inspect(commands.add_parser("inspect", help="what the compiler finds in every layer, without weights"))
     add_cost(commands.add_parser("cost", help="bytes, operations, launches of a step, and the least time they take"))
-    add_passes(commands.add_parser("partition", help="the pieces, why each begins where it does, and what crosses it"))
+    add_passes(commands.add_parser("partition", help="the pieces, why each begins where it does, and what crosses it"),
+               f"{TROUBLE}, or no graph can hold a piece")  # fmt: skip
     add_memory(commands.add_parser("memory", help="what lives between pieces, at most, and the pool of captured steps"))
     add_timeline(commands.add_parser("timeline", help="when each piece of a decode step runs, by stream, predicted"))
     add_explain(commands.add_parser("explain", help="a node's way from its line of the model to what runs it"))
@@ -73,7 +75,8 @@ def parser() -> Parser:
     add_why_not(commands.add_parser("why-not", help="which rule made a pass refuse a site, and what to do"))
     add_diff(commands.add_parser("diff", help="what a pass changed in the graph"))
     add_kernels(commands.add_parser("kernels", help="generated kernels: text, launches, registers, spills"))
-    add_passes(commands.add_parser("verify", help="each pass numerically: the first node whose value is another"))
+    add_passes(commands.add_parser("verify", help="each pass numerically: the first node whose value is another"),
+               "values of a pass could not be compared, too")  # fmt: skip
     add_bisect(commands.add_parser("bisect", help="the first pass with which a check of yours fails"))
     add_completion(commands.add_parser("completion", help="completion of commands and options for your shell"))
     add_bench(commands.add_parser("bench", help="measure on this GPU, check against fp64, keep the figures as JSON"))
@@ -109,7 +112,7 @@ def add_cost(command: argparse.ArgumentParser) -> None:
     add_source(command)
     add_step(command, [1, 128, 4096])
     command.add_argument("--gpu", default="H200", metavar="NAME", help="H200 (this), H200-copy, H100 or B200")
-    add_common(command)
+    add_common(command, f"{TROUBLE}, or operations are left out that nobody counts")
 
 
 def add_memory(command: argparse.ArgumentParser) -> None:
@@ -117,7 +120,7 @@ def add_memory(command: argparse.ArgumentParser) -> None:
     add_source(command)
     add_step(command, [16, 4096])
     command.add_argument("--all", action="store_true", help="every value that lives at the peak, every rung of rows")
-    add_json(command)
+    add_common(command)
 
 
 def add_explain(command: argparse.ArgumentParser) -> None:
@@ -125,7 +128,7 @@ def add_explain(command: argparse.ArgumentParser) -> None:
     told = "a node, a region's body, a piece, an input, or a line of the model (mhc.py:66)"
     command.add_argument("name", metavar="NODE", help=told)
     add_source(command, position=False)
-    add_json(command)
+    add_common(command)
 
 
 def add_kernels(command: argparse.ArgumentParser) -> None:
@@ -135,7 +138,7 @@ def add_kernels(command: argparse.ArgumentParser) -> None:
     command.add_argument("--arch", choices=tuple(KNOWN), help="compile for it: registers, spills")
     command.add_argument("--rows", type=counts, default=[1, 64], metavar="N,N", help="launches of 1, 64 or 4096 (1,64)")
     command.add_argument("--time", action="store_true", help="on the GPU at hand: µs of each alone, on drawn numbers")
-    add_common(command)
+    add_common(command, "no kernel is generated for a region of a kind that has them, or one spills")
 
 
 def add_bisect(command: argparse.ArgumentParser) -> None:
@@ -147,30 +150,31 @@ def add_bisect(command: argparse.ArgumentParser) -> None:
 def add_completion(command: argparse.ArgumentParser) -> None:
     command.description = "Prints what your shell has to read."
     command.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
+    add_json(command)
 
 
 def add_why_not(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("site", metavar="SITE", nargs="?", help="the name of its node (all that were refused)")
     command.add_argument("--all", action="store_true", help="tell each site, not one of many that are alike")
-    add_passes(command, position=False)
+    add_passes(command, "this pass refused a site or failed", position=False)
 
 
 def add_diff(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("--all", action="store_true", help="show each change, not one of many that are alike")
-    add_passes(command, position=False)
+    add_passes(command, "this pass refused a site or failed", position=False)
 
 
 def add_timeline(command: argparse.ArgumentParser) -> None:
     command.description = "When each piece of a decode step runs, by stream: predicted; with --measure, run as well."
     add_source(command)
-    command.add_argument("--rows", type=positive, default=16, metavar="N", help="of the step (16)")
+    command.add_argument("--rows", type=positive, metavar="N", help="of the step, up to 256 (16)")
     told = "run it too, a preset with random weights, on a GPU if there is one"
     command.add_argument("--measure", action="store_true", help=told)
     command.add_argument("--context", type=positive, metavar="N", help="tokens of each request then (512)")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write one that Perfetto and Chrome show")
-    add_json(command)
+    add_common(command)
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:

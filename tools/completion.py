@@ -3,7 +3,8 @@
     eval "$(v41 completion bash)"      also zsh; `v41 completion fish | source`
 
 Made of the parser itself, so it knows every command, every option and what an option takes where that is one of a few
-words. Presets are offered where a model is named; files are completed where nothing fits.
+words. Presets are offered where a model is named; files are completed where nothing fits. With --json, what may follow
+which words, for a shell or an editor that is none of these.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Iterator
+
+from v41.tools.json_output import print_json
 
 SHELLS = ("bash", "zsh", "fish")
 MODELS = ("tiny", "bench", "flash")  # named here, for all that knows presets imports torch
@@ -21,7 +24,13 @@ Values = dict[tuple[str, ...], dict[str, list[str]]]
 def completion_command(arguments: Namespace) -> int:
     from v41.tools.cli import parser
 
-    print(script(parser(), arguments.shell))
+    made = parser()
+    if arguments.json:
+        found, taken = commands(made), values(made)
+        after = [{"after": " ".join(path), "words": words, "values": taken[path]} for path, words in found.items()]
+        print_json("completion", {"shell": arguments.shell, "completions": after})
+    else:
+        print(script(made, arguments.shell))
     return 0
 
 

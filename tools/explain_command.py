@@ -29,7 +29,7 @@ from v41.tools.identity import Names
 from v41.tools.json_output import print_json
 from v41.tools.nearest import choices
 from v41.tools.nodes import NodeFacts
-from v41.tools.pass_runs import console_of
+from v41.tools.pass_runs import console_of, told_by
 from v41.tools.run import Run
 from v41.tools.sources import run_named
 from v41.tools.tables import counted, say
@@ -54,7 +54,7 @@ def explain_command(arguments: Namespace) -> int:
     else:
         for line in lines(stories):
             say(console, line)
-    return 0
+    return int(arguments.strict and told_by(run).troubled)
 
 
 def lines(stories: Sequence[Story]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from v41.model_def.buckets import Buckets
 from v41.plan import Buffer, Plan
 from v41.tools.formulas import evaluate
 from v41.tools.json_output import print_json
-from v41.tools.pass_runs import console_of
+from v41.tools.pass_runs import console_of, told_by
 from v41.tools.run import Run
 from v41.tools.sources import run_named
 from v41.tools.steps import Step, alike, heading, step_of_rows, steps_of
@@ -67,7 +67,7 @@ def memory_command(arguments: Namespace) -> int:
         print_json("memory", values(run, found, pools))
     else:
         show(console, run, found, pools, everything=arguments.all)
-    return 0
+    return int(arguments.strict and told_by(run).troubled)
 
 
 def memory_of(plan: Plan, step: Step) -> Memory:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from v41.errors import UnusedOption
+from v41.errors import RowsBeyondBuckets, UnusedOption
+from v41.model_def.buckets import Buckets
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
-from v41.overlap import lanes_of
+from v41.overlap import ROWS, lanes_of
 from v41.plan import Plan
 from v41.tools.bench.program_cases import prepare
 from v41.tools.files import check_file, write_whole
 from v41.tools.inspect import first_layers
 from v41.tools.json_output import print_json
 from v41.tools.measured_schedule import Measured, measured_schedule
-from v41.tools.pass_runs import console_of
+from v41.tools.pass_runs import console_of, told_by
 from v41.tools.planned_step import step_of
 from v41.tools.predicted import Predicted, with_times
 from v41.tools.progress import progress
@@ -32,16 +34,19 @@ from v41.tools.sources import is_run, needs_model, refuse_unused, run_named
 from v41.tools.tables import counted, say
 from v41.tools.timeline import length, schedule, schedule_table, trace
 
-CONTEXT = 512  # tokens of each request of a step that is measured
+ROWS_SHOWN, CONTEXT = 16, 512  # of a step; tokens of each request of one that is measured
 
 
 def timeline_command(arguments: Namespace) -> int:
     """Prints the schedule; with --trace it writes one that Perfetto shows."""
-    console, rows = console_of(arguments), arguments.rows
+    console, rows = console_of(arguments), arguments.rows or ROWS_SHOWN
     check_file(arguments.trace)
     how = {"rows": rows, "file": arguments.trace, "as_json": arguments.json}
     if arguments.measure:
         refuse_unused(arguments, ("codegen", "ranks", "all_reduce"), "--measure runs the step as this machine does")
+        if arguments.strict:
+            raise UnusedOption("v41 timeline", option="--strict", reason="it judges a capture, and --measure runs")
+        check_rows(rows, Buckets().whole)
         config = config_to_measure(arguments)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with progress() as bars:
@@ -51,10 +56,21 @@ def timeline_command(arguments: Namespace) -> int:
     if arguments.context is not None:
         raise UnusedOption("v41 timeline", option="--context", reason="it is of the step that --measure runs")
     run = run_named(arguments)
+    if ROWS not in run.plan.sizes.values():
+        refuse_unused(arguments, ("rows",), f"the program has no size called {ROWS}")
+    check_rows(rows, run.plan.whole)
     with progress() as bars:
         bars.begin("assign streams")
         found = run.predicted
-    return show(console, run.source, found, found.at(rows), None, **how)
+    code = show(console, run.source, found, found.at(rows), None, **how)
+    return code or int(arguments.strict and told_by(run).troubled)
+
+
+def check_rows(rows: int, whole: Mapping[str, int]) -> None:
+    """RowsBeyondBuckets for more rows than a decode step has. whole: up to which sizes a step is captured whole."""
+    most = whole.get(ROWS)
+    if most is not None and rows > most:
+        raise RowsBeyondBuckets("v41 timeline --rows", rows=rows, most=most)
 
 
 def config_to_measure(arguments: Namespace) -> V41Config:
@@ -107,7 +123,8 @@ def show(
     console.print(schedule_table(slots, measured))
     times = f"{facts['one_stream_us']} us on one stream, {facts['side_streams_us']} us with side streams"
     sites = f"{facts['applied']} of {counted(facts['sites'], 'site')}, {counted(facts['events'], 'event')}"
-    say(console, f"{counted(rows, 'row')}, predicted: {times}; {sites}")
+    step = counted(rows, "row") if ROWS in plan.sizes.values() else "every step"
+    say(console, f"{step}, predicted: {times}; {sites}")
     if ran is not None:
         late = "" if ran.ahead else "; the host was not ahead of the device, so some of it is the host's time"
         say(console, f"measured: {facts['measured_us']} us{late}")

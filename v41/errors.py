@@ -258,6 +258,13 @@ class StepTooLarge(V41Error):
     fix = "give at most {most} rows"
 
 
+class RowsBeyondBuckets(V41Error):
+    """facts: rows, most."""
+
+    found = "no decode step has {rows} rows: the largest bucket in which one is captured whole holds {most}"
+    fix = "give at most {most} rows; v41 cost --tokens {rows} tells of a larger step"
+
+
 class UnknownNode(V41Error):
     """facts: name, known (as text)."""
 
