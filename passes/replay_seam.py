@@ -68,7 +68,7 @@ def rows_taken(call: Node) -> dict[Node, Node]:
     return {
         outside[cast("Node", node.args[0])]: of_result[at]
         for at, node in enumerate(results)
-        if _taken_along(node, index) == 0 and node.args[0] in outside and at in of_result
+        if _taken_along(node, index) == 0 and at in of_result
     }
 
 

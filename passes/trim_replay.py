@@ -100,6 +100,7 @@ def opened(gm: GraphModule, kept: Kept, known: Known) -> LateRows:
             return rows
         for call in calls:
             inline(gm, call)
+        read_sizes_of_inputs(gm)
 
 
 def read_sizes_of_inputs(gm: GraphModule) -> None:

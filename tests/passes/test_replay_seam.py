@@ -15,9 +15,10 @@ from torch.fx import GraphModule
 from tests.passes.test_trim_replay import trimmed, trimmed_twice
 from tests.strategies.rows import CACHES, LOCAL, READS_BEFORE, WINDOW, WRITES, Program, programs, step
 from tests.strategies.rows import Step as Inputs
+from tests.strategies.tracing import trace
 from v41.passes import replay_seam
 from v41.passes.partition import partition
-from v41.passes.replay_seam import KIND, Parted, parted
+from v41.passes.replay_seam import KIND, Parted, outline_seam, parted, rows_taken
 from v41.plan import Plan
 from v41.regions import regions
 from v41.runtime.all_kept import AllKept, fresh
@@ -124,6 +125,25 @@ def test_a_piece_without_a_seam_is_left_alone() -> None:
     assert parted(whole.body) is None
     (call,) = regions(gm, KIND)
     assert call.target is torch.ops.higher_order.invoke_subgraph
+
+
+def test_rows_are_told_of_what_was_there_before_the_seam() -> None:
+    """Not by another index, nor along another dimension, nor where nobody reads them any more."""
+
+    def take(x: Tensor, kept: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        return x[kept], x.sin()[other], x.T.cos()[:, kept], x.exp()[kept]
+
+    gm = trace(take, torch.randn(5, 3), torch.arange(3), torch.arange(3), sizes=("rows", "last", "last"))
+    x, kept, _ = (node for node in gm.graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], Tensor))
+    (exp,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)
+    made = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor)
+    call = outline_seam(gm, made, kept, 2, {})
+    assert call is not None and len(call.users) == 4
+    assert rows_taken(call).keys() == {x, exp}
+    gm.graph.output_node().args = ([rows_taken(call)[exp]],)
+    for user in [user for user in call.users if not user.users]:
+        gm.graph.erase_node(user)
+    assert rows_taken(call).keys() == {exp}
 
 
 def never(*_: object) -> None:

@@ -39,13 +39,14 @@ from v41.passes.analysis.sizes import symbols_in
 from v41.passes.pipeline import Pass, run_pipeline
 from v41.passes.replay_rows import KNOWN, Kept, LateRows
 from v41.passes.structure import structure_key
-from v41.regions import invoke_subgraph
+from v41.regions import body_of, invoke_subgraph, outline, regions
 from v41.report import Decision
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 14)), min_size=1, max_size=4)
 LAST = st.integers(WINDOW, 12)
 ALL_ROWS = ["cache", *sorted(MIXES.keys() - {"sum of rows", "softmax of rows", "first row"})]  # these end row by row
 IN_ORDER = {name: STEPS[name] for name in STEPS if name != "transposed product"}  # memory as the next step was traced
+HANDED_ON = {name: IN_ORDER[name] for name in IN_ORDER if name != "ring otherwise"}  # which keeps what no step reads
 RINGS = {name: WRITES[name] for name in WRITES if name != "cache"}
 
 
@@ -206,6 +207,43 @@ def test_what_a_batch_promises_is_told_by_names(size: str, names: tuple[str, ...
     assert trim_replay.trim_replay(gm) == [] == trim_replay.trim_replay(gm, called)
 
 
+@pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
+def test_kept_rows_that_the_program_reads_already_are_no_promise(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes with them: it has been trimmed, or has a use of its own for them."""
+    gm, inputs = writing_at_its_end(*build(["gelu"]))
+    if reads:
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            gm.graph.call_function(torch.ops.aten.neg.default, (inputs["kept_rows"],))
+    monkeypatch.setattr(trim_replay, "kept_levels", lambda *_: [kept_of(inputs, 6)])
+    assert [each.applied for each in trim_replay.trim_replay(gm)] == [True] * (not reads)
+
+
+def in_two_bodies(name: str) -> tuple[GraphModule, dict[str, Node]]:
+    """A step that is computed in a body that a body calls, behind one that is not."""
+    gm, inputs = writing_at_its_end(*build(["gelu", name]))
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    before = sum(node.op == "call_function" for node in build(["gelu"])[0].graph.nodes) - 1  # the rows of logits
+    inner = outline(gm, calls[before:-1], kind="inner")
+    outline(gm, [inner], kind="outer")
+    gm.recompile()
+    return gm, inputs
+
+
+@pytest.mark.parametrize(("name", "opened"), [("norm", False), ("window", True)])
+def test_bodies_in_bodies_have_kept_rows_or_are_opened(name: str, opened: bool) -> None:
+    """Rows of their own they are computed of as they are; what counts rows inside is computed outside."""
+    (whole, _), (gm, inputs) = (in_two_bodies(name) for _ in range(2))
+    (decision,) = trim_replay.trim(gm, kept_of(inputs, 5))
+    gm.graph.lint()
+    gm.recompile()
+    assert decision.applied and [*regions(gm, "outer"), *regions(gm, "inner")] == [*regions(gm, "outer")][: not opened]
+    for call in regions(gm, "outer"):
+        for body in (body_of(call), *map(body_of, regions(body_of(call)))):
+            assert not any("u0" in symbols_in(node.meta.get("val")) for node in body.graph.nodes)
+    given = step([(0, 12), (4, 9), (1, 1)], 1, last=5, more=3)
+    check_same(whole, gm, given, poisoned(given))
+
+
 def test_a_second_run_finds_nothing_and_names_do_not_matter() -> None:
     program = ["norm", "cache", "window", "experts", "by request", "ring", "gelu"]
     _, gm, _ = trimmed(program, 9)
@@ -272,7 +310,7 @@ def test_some_drawn_programs_lose_rows_and_some_do_not() -> None:
     check_fired_share(fired)
 
 
-@given(programs(IN_ORDER), st.sampled_from(ALL_ROWS))
+@given(programs(HANDED_ON), st.sampled_from(ALL_ROWS))
 def test_no_row_goes_where_the_last_step_reads_all(program: Program, last: str) -> None:
     assert not by_the_driver([*program, last])
 

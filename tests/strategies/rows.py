@@ -179,6 +179,7 @@ LOCAL: dict[str, Change] = {
     "position": lambda x, s: x * s.positions.unsqueeze(-1).cos(),
     "masked": lambda x, s: torch.where((s.positions == s.stops - 1).unsqueeze(-1), x, 0.5),
     "table": lambda x, s: x + s.cache[s.slots, s.positions],
+    "a constant beside": lambda x, s: torch.cat((x[:, :4], torch.full((x.shape[0], 4), 0.5)), 1),
     "table by column": lambda x, s: x + s.cache[0, s.columns],
     "own row": lambda x, s: x + x[torch.arange(x.shape[0])],
     "experts": lambda x, s: experts(x, s, grouped=False),
