@@ -8,7 +8,7 @@ step). Site: mm or bmm, both factors of one 16-bit type, widened to fp32, with v
 Exact: the product of two such values has at most 22 significant bits, so fp32 holds it, here and there. What differs is
 how fp32 sums are taken: a tensor core cuts what it adds, so the error grows with the length of a sum, on an H200 2.7e-6
 of the result at 5120 terms, where fp32 units have 1.4e-7. Hence long sums are taken in parts, whose sums are added in
-fp32. An operator of our own stands for all of it; on a CPU, which has no such product, it widens.
+fp32 (long_products.py). An operator of our own stands for all of it; on a CPU, which has no such product, it widens.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from v41._compat import OpOverload, fake_mode_of, known_equal, without_guards
+from v41.lowering.long_products import is_long, long_product
 
 aten, prims = torch.ops.aten, torch.ops.prims
-PART = 512  # terms that a tensor core sums in one go
-AT_ONCE = 1 << 29  # sums of parts held at one time: 2 GiB
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 HALVES = (torch.bfloat16, torch.float16)
 OTHER_VALUES = (aten.view.dtype, aten.view_as_complex.default, aten.view_as_real.default)  # views that read others
@@ -37,16 +36,9 @@ COPIES = (aten.clone.default, aten._unsafe_view.default, aten.split_with_sizes.d
 
 def product_on_gpu(a: Tensor, b: Tensor) -> Tensor:
     """a [m, k] or [batch, m, k], b [k, n] or [batch, k, n], of one 16-bit type -> their product, fp32."""
-    terms = a.shape[-1]
-    if a.ndim == 3 or terms <= 2 * PART or terms % PART:  # sums over a batch are short ones: channels, keys
-        return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
-    left, right = a.unflatten(1, (-1, PART)).transpose(0, 1), b.unflatten(0, (-1, PART))  # [parts, m, PART], ...
-    if len(left) * a.shape[0] * b.shape[1] <= AT_ONCE:
-        return torch.bmm(left, right, out_dtype=torch.float32).sum(0)
-    total = torch.mm(left[0], right[0], out_dtype=torch.float32)
-    for some, other in zip(left[1:], right[1:], strict=True):
-        total += torch.mm(some, other, out_dtype=torch.float32)
-    return total
+    if a.ndim == 3:  # sums over a batch are short ones: channels, keys
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return long_product(a, b) if is_long(a.shape[1]) else torch.mm(a, b, out_dtype=torch.float32)
 
 
 def product_on_cpu(a: Tensor, b: Tensor) -> Tensor:
