@@ -84,8 +84,7 @@ def compile_piece(
     assert beyond is not None or not tiers
     piece = flatten(gm)
     drop_whole_slices(piece)
-    inverse_orders(piece)
-    narrowed, grouped = narrow_products(piece), grouped_products(piece)
+    written, narrowed, grouped = inverse_orders(piece), narrow_products(piece), grouped_products(piece)
     placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
     metas = [node.meta["val"] for node in placeholders]
     keep_output_strides(piece.graph)
@@ -103,7 +102,7 @@ def compile_piece(
             found.append(Tier(limits, tuple(sized.conditions())))
     if not codes:
         codes, found = [inductor_compile(piece, metas, settings, mark)], [Tier()]
-    return InductorPiece(check, chooser(found, metas), codes, beyond, narrowed, grouped, found[-1].conditions)
+    return InductorPiece(check, chooser(found, metas), codes, beyond, narrowed, grouped, found[-1].conditions, written)
 
 
 def with_large(ranges: Sequence[Limits]) -> list[tuple[Limits, bool]]:
@@ -116,7 +115,7 @@ class InductorPiece:
 
     narrowed: how many products run on 16-bit floats though the model widens them. grouped: how many grouped products
     have a kernel of ours for few rows. granted: what the last code takes for granted of sizes, as Python; a call that
-    breaks it runs `beyond`.
+    breaks it runs `beyond`. written: how many orders of orders are written where the model sorts.
     """
 
     def __init__(
@@ -128,9 +127,10 @@ class InductorPiece:
         narrowed: int = 0,
         grouped: int = 0,
         granted: tuple[str, ...] = (),
+        written: int = 0,
     ) -> None:
         self.check, self.choose, self.codes, self.beyond = check, choose, codes, beyond
-        self.narrowed, self.grouped, self.granted = narrowed, grouped, granted
+        self.narrowed, self.grouped, self.granted, self.written = narrowed, grouped, granted, written
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         self.check(args)
@@ -142,7 +142,7 @@ class InductorPiece:
 
     def __reduce__(self) -> tuple[Any, ...]:
         codes = [stored_inductor_code(code) for code in self.codes]
-        facts = (self.narrowed, self.grouped, self.granted)
+        facts = (self.narrowed, self.grouped, self.granted, self.written)
         return load_piece, (self.check, self.choose, codes, self.beyond, *facts)
 
 
@@ -154,10 +154,11 @@ def load_piece(
     narrowed: int,
     grouped: int,
     granted: tuple[str, ...],
+    written: int,
 ) -> InductorPiece:
     """The piece that was stored."""
     codes = [loaded_inductor_code(code, inductor_settings(SETTINGS)) for code in stored]
-    return InductorPiece(check, choose, codes, beyond, narrowed, grouped, granted)
+    return InductorPiece(check, choose, codes, beyond, narrowed, grouped, granted, written)
 
 
 def drop_whole_slices(gm: GraphModule) -> None:

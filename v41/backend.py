@@ -154,6 +154,9 @@ def build(
     grouped = sum(getattr(made, "grouped", 0) for made in artifacts.values())
     if grouped:
         report.options["grouped products"] = (f"{grouped} have a kernel for up to {MEAN} rows a group", "v41")
+    written = sum(getattr(made, "written", 0) for made in artifacts.values())
+    if written:
+        report.options["sorts"] = (f"{written} of another sort's order written as its inverse", "v41")
     granted = granted_by(artifacts.values(), plan.sizes)
     if granted:
         report.options["granted"] = ("; ".join(granted), "v41; a call that breaks one runs ATen nodes")

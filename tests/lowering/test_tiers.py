@@ -263,9 +263,9 @@ def refuse(*args: object) -> Any:
 
 
 def test_a_stored_piece_still_tells_its_narrowed_products() -> None:
-    make, facts = InductorPiece(lambda args: None, lambda args: 0, [], None, 3, 2, ("u0 > 1",)).__reduce__()
+    make, facts = InductorPiece(lambda args: None, lambda args: 0, [], None, 3, 2, ("u0 > 1",), 1).__reduce__()
     again = make(*facts)
-    assert (again.narrowed, again.grouped, again.granted) == (3, 2, ("u0 > 1",))
+    assert (again.narrowed, again.grouped, again.granted, again.written) == (3, 2, ("u0 > 1",), 1)
 
 
 def test_a_batch_has_two_ranges_and_other_programs_none() -> None:

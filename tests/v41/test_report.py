@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import v41
 from tests.strategies.tracing import trace
 from v41 import backend
+from v41.lowering.grouped_products import MEAN
 from v41.passes.structure import structure_key
 from v41.report import CompileReport, Decision, PassRun, programs_wanted, publish, refused, source_of
 from v41.runtime.executor import eager_artifact
@@ -97,7 +98,7 @@ def test_a_refusal_names_rule_node_and_line() -> None:
 class Telling:
     """An artifact that tells what one of Inductor's does on a GPU."""
 
-    narrowed, granted = 2, ("u0 > 1",)
+    narrowed, grouped, written, granted = 2, 3, 1, ("u0 > 1",)
 
     def __init__(self, run: Any) -> None:
         self.run = run
@@ -106,7 +107,7 @@ class Telling:
         return self.run(*args)
 
 
-def test_what_is_told_of_products_and_sizes_comes_back_from_the_cache(
+def test_what_is_told_of_products_sorts_and_sizes_comes_back_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("V41_CACHE_DIR", str(tmp_path))
@@ -120,5 +121,12 @@ def test_what_is_told_of_products_and_sizes_comes_back_from_the_cache(
             torch.compile(lambda x: x * 2, backend="v41", options={"codegen": "eager"})(x)
         found += reports
     assert [report.cache.split()[0] for report in found] == ["miss:", "hit"]
-    told = [(report.options["products"][0], report.options["granted"][0]) for report in found]
-    assert told == [("2 of widened 16-bit floats take them as they are", "rows > 1")] * 2
+    names = ("products", "grouped products", "sorts", "granted")
+    assert [tuple(report.options[name][0] for name in names) for report in found] == [
+        (
+            "2 of widened 16-bit floats take them as they are",
+            f"3 have a kernel for up to {MEAN} rows a group",
+            "1 of another sort's order written as its inverse",
+            "rows > 1",
+        )
+    ] * 2
