@@ -66,20 +66,20 @@ def test_the_kernel_is_the_one_that_the_backend_generates() -> None:
 
 @pytest.mark.parametrize("case", [Case(keep=3), Case(given="candidate_blocks", keep=4, k=6)])
 def test_an_indexer_is_told_function_by_function(case: Case) -> None:
-    """Scores and the rounds of selections, as with tensors that are there."""
+    """Scores and selections, as with tensors that are there."""
     kernel, given = case.kernel, case.inputs([(40, 1), (3, 1)])
     values = given.arguments
     found = list(launches_of(kernel, values, {2: {}}))
     assert {launch.arch for launch in found} == set(ARCHS)
-    steps, _ = kernel.steps(values)
     for arch in ARCHS:
+        with as_on(arch):
+            steps, _ = kernel.steps(values)
         told = [launch for launch in found if launch.arch == arch]
         assert [(each.function, each.grid) for each in told] == [(step.kernel, step.grid) for step in steps]
         assert told[0].function == "scores_1" and {each.function for each in told[1:]} == {"select"}
-        packed = {"PACKED": arch != "sm_80"}  # as on that GPU, which decodes in pairs from Hopper on
-        assert [each.constants for each in told] == [
-            step.constants | (packed if step.kernel != "select" else {}) for step in steps
-        ]
+        assert [(each.constants, each.options) for each in told] == [(step.constants, step.options) for step in steps]
+        assert told[0].constants["PACKED"] == (arch != "sm_80"), "decoded in pairs from Hopper on"
+        assert told[1].options.get("launch_pdl", False) == told[0].constants["LEADS"] == (arch != "sm_80")
     facts = KernelFacts(kernel.name, ("index_scores",), ("piece_0",), kernel.source, tuple(found))
     assert [line.split()[-5:-2] for line in map(str, printed(launches_table([facts], (2,)))) if "select" in line]
 

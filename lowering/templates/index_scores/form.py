@@ -46,18 +46,8 @@ class Form:
     outputs: tuple[str, ...]  # of "picks", "kept": bool [T, B], "kept_blocks": [T, min(keep, B)] ascending, then -1
 
     @property
-    def wide(self) -> bool:
-        """Whether units of two bytes can be read as they lie: records of 17 bytes start anywhere."""
-        return self.width > 32
-
-    @property
-    def units(self) -> int:
-        """Of the values of a record, four channels each."""
-        return self.width // 4
-
-    @property
-    def scales(self) -> int:
-        """Bytes of scales in a record, of 17 times as many."""
+    def groups(self) -> int:
+        """Groups of 32 channels under one scale; and bytes of a unit, of which a record has 17 and may start at any."""
         return self.width // 32
 
     @property

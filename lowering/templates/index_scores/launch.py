@@ -1,4 +1,4 @@
-"""launch: a generated indexer as a callable: scores, then the rounds of its selections.
+"""launch: a generated indexer as a callable: scores, then its selections.
 
 scores [T, E] fp32 (and the best of each block [T, B])  ->  picks [T, k] int64  (and kept [T, B] bool, or as a list)
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from v41.lowering.rowwise.launch import Kernel
+from v41.lowering.rowwise.launch import Kernel, comes_up_early
 from v41.lowering.templates.decode import packs
 from v41.lowering.templates.formats import NUMBERS
 from v41.lowering.templates.index_scores.form import Form
@@ -20,7 +20,7 @@ from v41.lowering.templates.index_scores.text import MOST_TURNS, SHARED
 from v41.lowering.templates.topk.launch import Step, run_steps, selection
 
 BUSY = 512  # programs that fill a GPU
-SCORES = 11  # the place of the scores among the arguments of the first launch
+SCORES = 10  # the place of the scores among the arguments of the first launch
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class IndexKernel(Kernel):
         blocks = entries // form.block if form.keeps else 0
         best = empty(rows, blocks)
         made: dict[str, Any] = {"picks": picks}
-        packed = [cache.view(NUMBERS[size]) for size in (1 + form.wide, form.scales)]
-        tensors_read = [queries, of["weights"], *packed, of["positions"], of["requests"], of["columns"], places,
+        units = cache.view(NUMBERS[form.groups])
+        tensors_read = [queries, of["weights"], units, of["positions"], of["requests"], of["columns"], places,
                         of["slots"], numbers]  # fmt: skip
         restricted = numbers if given is None else given.view(torch.int8) if given.dtype is torch.bool else given
         sizes = [
@@ -80,19 +80,18 @@ class IndexKernel(Kernel):
             0 if given is None else given.stride(0),
         ]
         grid = (-(-rows // chosen.rows), -(-entries // (chosen.turns * chosen.block)))
-        constants = {"BLOCK": chosen.block, "PACKED": packs(device)}
+        early = comes_up_early(device)
+        constants = {"BLOCK": chosen.block, "PACKED": packs(device), "LEADS": early}
         options = {"num_warps": chosen.warps, "enable_fp_fusion": False}
         arguments = [*tensors_read, restricted, scores, best, *sizes, form.reach, chosen.turns]
         steps = [Step(f"scores_{chosen.rows}", grid, arguments, constants, options)] if rows and entries else []
-        if form.listed:
-            steps += selection(scores, form.k, picks, lists=given, size=form.block, tile=chosen.tile)
-        else:
-            steps += selection(scores, form.k, picks, tile=chosen.tile)
+        lists, size = (given, form.block) if form.listed else (None, 0)
+        steps += selection(scores, form.k, picks, None, lists, size, chosen.tile, led=early and bool(steps))
         if form.keeps:
             marks = torch.zeros(rows, blocks, dtype=torch.bool, device=device) if "kept" in form.outputs else None
-            listed = empty(rows, min(form.keep, blocks), dtype=torch.int64)
-            steps += selection(best, form.keep, listed, marks, tile=chosen.tile)
-            made |= {"kept": marks, "kept_blocks": listed}
+            numbered = empty(rows, min(form.keep, blocks), dtype=torch.int64)
+            steps += selection(best, form.keep, numbered, marks, tile=chosen.tile)
+            made |= {"kept": marks, "kept_blocks": numbered}
         return steps, tuple(made[role] for role in form.outputs)
 
     def launch(self, *tensors: Any, schedule: Spread | None = None) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """text: the Triton source of the scores of an indexer, specialised to its Form; topk/text.py picks among them.
 
-    record    units of four channels, then scales: decoded to a tile of keys (../decode.py)
-    scores    x = k.q of a tile of entries and all heads, max(x, 0) * w, added up by halves of heads    [entries] a row
+    record    decoded to a tile of keys (words.py)
+    scores    x = k.q of a tile of entries and all heads, then the sum of max(x, 0) * w over heads    [entries] a row
               -> out [T, E], -inf where hidden; the best of each block -> best [T, E / block], inf for the newest
 
 A program scores some tiles of entries for one row, or for a few: rows whose keys lie in one slot share what was read
@@ -12,8 +12,8 @@ numbers in any batch. One text a number of rows: `scores_1`, and `scores_4` wher
 
 from __future__ import annotations
 
-from v41.lowering.templates.decode import BYTES, ORDER, SCALES, SPREAD, keys_text
 from v41.lowering.templates.formats import HEAD, indented
+from v41.lowering.templates.index_scores import words
 from v41.lowering.templates.index_scores.form import FAR, Form
 from v41.lowering.templates.topk import TEXT
 
@@ -31,12 +31,17 @@ ANY = [
     "turns",
 ]  # numbers that cost no compilation
 
+TOGETHER = 8  # heads whose sums a thread of a product's result adds up in registers, one after the other
+
 HELPERS = '''@triton.jit
-def folded(p, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
-    """[ROWS, COUNT] -> [ROWS]: one half and the other, in whatever threads they lie."""
-    for level in tl.static_range(LEVELS):
-        p = tl.sum(tl.reshape(p, [ROWS, 2, COUNT >> (level + 1)]), 1)
-    return tl.reshape(p, [ROWS])
+def halves(x, N: tl.constexpr, COUNT: tl.constexpr):
+    """[N, COUNT] -> its left and its right half"""
+    return tl.split(tl.permute(tl.reshape(x, [N, 2, COUNT // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def relu(x):
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -62,9 +67,30 @@ def scored_row(requests, columns, places, row, rows, count, longest, step):
 def text(form: Form) -> str:
     """The file, without its first lines."""
     kernels = [scores_text(form, rows) for rows in ((1,) if form.listed else (1, SHARED))]
-    helpers = [ORDER, SPREAD, SCALES["ue8m0"], keys_text("e2m1"), HELPERS, seen_text(form)]
+    helpers = [words.TEXT, HELPERS, summed_text(form.padded_heads), seen_text(form)]
     parts = [HEAD, *helpers, *kernels, TEXT]
     return "\n\n".join(parts)
+
+
+def summed_text(heads: int) -> str:
+    """`summed`: heads TOGETHER apart one after the other, then neighbours, then halves of what is left."""
+    lines, xs, ws = list[str](), ["x"], ["w"]
+    while heads // len(xs) > TOGETHER:
+        count = heads // len(xs)
+        for names, rows in ((xs, "N"), (ws, "1")):
+            lines += [f"{name}0, {name}1 = halves({name}, {rows}, {count})" for name in names]
+        xs, ws = ([name + half for name in names for half in "01"] for names in (xs, ws))
+    lines.append(f"p = relu({xs[0]}) * {ws[0]}")
+    for x, w in zip(xs[1:], ws[1:], strict=True):
+        lines.append(f"p = tl.fma(relu({x}), tl.broadcast_to({w}, [N, {TOGETHER}]), p)")
+    lines += [
+        f"p = tl.sum(tl.reshape(p, [N, {TOGETHER // 2}, 2]), 2)",
+        f"p = tl.sum(tl.reshape(p, [N, 2, {TOGETHER // 4}]), 1)",
+        f"p = tl.sum(tl.reshape(p, [N, {TOGETHER // 4}]), 1)",
+    ]
+    head = '    """Results of all heads [N, heads], weights [1, heads] -> [N]"""'
+    body = "\n".join(indented([*lines, "return tl.reshape(p, [N])"]))
+    return f"@triton.jit\ndef summed(x, w, N: tl.constexpr):\n{head}\n{body}\n"
 
 
 def seen_text(form: Form) -> str:
@@ -90,8 +116,11 @@ def scores_text(form: Form, rows: int) -> str:
     ]
     lines = [
         f"@triton.jit(do_not_specialize={ANY})",
-        f"def scores_{rows}(queries, weights, cache, scales, positions, requests, columns, rows, slots, numbers,",
-        f"             given, out, best, E, {', '.join(ANY)}, BLOCK: tl.constexpr, PACKED: tl.constexpr):",
+        f"def scores_{rows}(queries, weights, cache, positions, requests, columns, rows, slots, numbers, given,",
+        f"             out, best, E, {', '.join(ANY)}, BLOCK: tl.constexpr, PACKED: tl.constexpr,",
+        "             LEADS: tl.constexpr):",
+        "    if LEADS:  # the selection may come up while this runs",
+        "        tl.extra.cuda.gdc_launch_dependents()",
         "    start = tl.program_id(1) * (turns * BLOCK)",
         f"    head = tl.arange(0, {form.padded_heads})",
         f"    for lead in range(0, {rows}):",
@@ -104,8 +133,7 @@ def _pass(form: Form, rows: int) -> list[str]:
     """Scores of all tiles, for the rows of this program from `row` on whose keys lie in `slot`."""
     lines = [
         "most = tl.full([], 0, tl.int32)",
-        f"home = cache + slot * CAPACITY * {17 * form.scales // (1 + form.wide)}",
-        "home_of_scales = scales + slot * CAPACITY * 17",
+        f"home = cache + slot * CAPACITY * {words.UNITS}",
     ]
     masked = f", mask=head[:, None] < {form.heads}, other=0.0" if form.padded_heads != form.heads else ""
     for r in range(rows):
@@ -119,7 +147,7 @@ def _pass(form: Form, rows: int) -> list[str]:
             f".to(tl.float32) * {form.scale!r}",
             f"at{r} = queries + read{r} * {form.heads * form.width} + head[:, None] * {form.width}",
             f"q{r} = tl.load(at{r} + tl.arange(0, {form.width})[None, :]{masked})",
-            f"q{r} = ordered(q{r}, {form.padded_heads}, {form.units})",
+            f"q{r} = ordered(q{r}, {form.padded_heads}, {form.groups})",
         ]
     if form.keeps:
         lines += [f"newest{r} = tl.where(seen{r} > 0, (seen{r} - 1) // {form.block}, -1)" for r in range(rows)]
@@ -159,37 +187,24 @@ def _tile(form: Form, rows: int) -> list[str]:
     lines = [*_place(), "open = inside", "column = tl.minimum(at, E - 1)"]
     if form.listed:
         lines += [
-            f"listed = tl.load(given + row * given_step + column // {form.block}).to(tl.int32)",
+            f"listed = tl.load(given + row * given_step + {_over('column', form.block)}).to(tl.int32)",
             "open = inside & (listed >= 0)",
-            f"column = tl.maximum(listed, 0) * {form.block} + column % {form.block}",
+            f"column = tl.maximum(listed, 0) * {form.block} + (column & {form.block - 1})",
         ]
     lines += [
-        f"number = tl.load(numbers + column // {form.spread})",
-        f"entry = tl.minimum(number, {FAR}).to(tl.int32) * {form.spread} + column % {form.spread}",
-        "place = tl.minimum(entry, reach)",
-        *_held(form),
-        f"by = ue8m0_scale(bytes_of(marks[:, None], BLOCK, 1, {form.scales}))",
-        f"by = spread(by, BLOCK, {form.scales}, {form.units // form.scales})",
-        f"k = e2m1_keys(held, by, BLOCK, {form.units}, PACKED)",
+        f"number = tl.load(numbers + {_over('column', form.spread)})",
+        f"entry = tl.minimum(number, {FAR}).to(tl.int32) * {form.spread} + (column & {form.spread - 1})",
+        f"held, marks = words_at(home, tl.minimum(entry, reach), BLOCK, {form.groups}, PACKED)",
+        f"k = keys_of(held, marks, BLOCK, {form.groups}, PACKED)",
     ]
     for r in range(rows):
         lines += _scored(form, r)
     return lines
 
 
-def _held(form: Form) -> list[str]:
-    """The units of a record, and its scales as one number."""
-    record, size = 17 * form.scales, BYTES["e2m1"]
-    marks = "marks = tl.load(home_of_scales + (place * 17 + 16))"
-    if form.wide:
-        at = f"place[:, None] * {record // size} + tl.arange(0, {form.units})[None, :]"
-        return [f"held = tl.load(home + ({at}))", marks]
-    unit = f"tl.arange(0, {form.units})[None, :, None] * {size} + tl.arange(0, {size})[None, None, :]"
-    return [
-        f"held = tl.load(home + (place[:, None, None] * {record} + {unit}))",
-        f"held = units_of(held, BLOCK, {form.units}, {size}).to(tl.int16)",
-        marks,
-    ]
+def _over(number: str, divisor: int) -> str:
+    """`number`, which is not negative, over a power of two."""
+    return f"({number} >> {divisor.bit_length() - 1})"
 
 
 def _scored(form: Form, r: int) -> list[str]:
@@ -198,9 +213,8 @@ def _scored(form: Form, r: int) -> list[str]:
     mask = f"tl.load(given + row{r} * given_step + at, mask=inside & own{r}, other=0).to(tl.int1)"
     return [
         f"x = tl.dot(k, q{r}.trans())",
-        f"x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * w{r}[None, :]",
         *([last] if heads != form.heads else []),
-        f"total = folded(x, BLOCK, {heads}, {heads.bit_length() - 1})",
+        f"total = summed(x, w{r}[None, :], BLOCK)",
         f"shown = open & (entry < seen{r})",
         *([f"shown = shown & {mask}"] if form.given == "candidates" else []),
         'total = tl.where(shown, total, float("-inf"))',

@@ -1,43 +1,43 @@
-"""launch: a selection as a callable, in as many rounds as its rows are long.
+"""launch: a selection as a callable: the highest level that a program holds, and what makes it.
 
-131,072 columns, k = 512      16 tiles of 8,192 -> the 512 best of each -> one tile of 8,192 -> picks
+131,072 columns, k = 512      maxima of 8 and of 64 -> 512 best of 2,048 -> of the 4,096 below them -> of 4,096 scores
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from v41.lowering.rowwise.launch import Kernel
+from v41.lowering.rowwise.launch import Kernel, comes_up_early
 from v41.lowering.templates.formats import HEAD
 from v41.lowering.templates.topk.text import TEXT
 
 MOST = 4096  # picks: several times as many must fit a tile
-LARGEST = 16_384  # columns of a tile, which its program's registers hold
-TILES = (1024, 2048, 4096, 8192, LARGEST)
+LARGEST = 16_384  # columns that a program's registers hold
+TILE = 2048  # columns of the highest level, unless there are many picks
+PART = 4096  # columns of a program that makes levels
 
 
 @dataclass(frozen=True)
-class Round:
-    """One launch: `parts` tiles of each row's `count` columns."""
+class Levels:
+    """How rows of `count` columns are gone through. levels: above the scores. fold: the one there is, on the way."""
 
     count: int
-    tile: int
-    parts: int
+    group: int
+    levels: int
+    fold: bool
+    tile: int  # that holds the highest level
 
-    @property
-    def warps(self) -> int:
-        return max(4, min(16, self.tile // 512))
+    def warps(self, room: int) -> int:
+        return max(4, min(16, max(self.tile, room * self.group if self.levels else 0) // 512))
 
-    @property
-    def wide(self) -> int:
-        """Columns of a line, which one thread holds."""
-        return max(4, min(32, self.tile // 512))
+    def wide(self, room: int) -> int:
+        """Columns of a line of the highest level, which few threads hold."""
+        return max(1, min(32, self.tile // (32 * self.warps(room))))
 
 
 @dataclass(frozen=True)
@@ -51,28 +51,15 @@ class Step:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def rounds(rows: int, columns: int, k: int, tile: int | None = None) -> list[Round]:
-    """The rounds that leave k of `columns`. tile: columns of a tile in all but the last (by reckoning)."""
-    found, count = list[Round](), columns
-    while not found or found[-1].parts > 1:
-        size = max(tile, 2 * padded(k)) if tile else _best(rows, count, k)[1]
-        found.append(Round(count, size, -(-max(count, 1) // size)))
-        count = found[-1].parts * k
-    return found
-
-
-@cache
-def _best(rows: int, count: int, k: int) -> tuple[float, int]:
-    """Least µs for this round and those behind it, and the tile of this one. A tile takes a program 4.2 µs and 1 for
-    each 2,100 columns, a GPU 1 for each 300,000 columns of all programs (fitted to rounds measured on an H200)."""
-    whole, least = max(16, padded(count)), 2 * padded(k)
-    sizes = [size for size in TILES if least <= size < whole] + [whole] * (whole <= max(LARGEST, 2 * least))
-    found = []
-    for size in sizes:
-        parts = -(-max(count, 1) // size)
-        spent = 4.2 + size / 2100 + rows * parts * size / 300_000
-        found.append((spent + (_best(rows, parts * k, k)[0] if parts > 1 else 0), size))
-    return min(found)
+def levels_of(columns: int, k: int, tile: int | None = None) -> Levels:
+    """tile: most columns of the highest level."""
+    room = padded(k)
+    group = max(2, min(8, LARGEST // room))
+    most = max(tile or TILE, 2 * room)
+    count, levels = columns, 0
+    while count > most:
+        count, levels = -(-count // group), levels + 1
+    return Levels(columns, group, levels, levels == 1 and columns <= LARGEST, max(16, padded(count)))
 
 
 def padded(count: int) -> int:
@@ -88,31 +75,49 @@ def selection(
     lists: Tensor | None = None,
     size: int = 0,
     tile: int | None = None,
+    led: bool = False,
 ) -> list[Step]:
     """The launches that write the k best columns of scores [rows, columns] fp32 to picks int64 [rows, k], or as many
     as there are columns if those are fewer.
 
     kept: bool [rows, columns], false, in which they are marked. lists [rows, lists], size: column c stands for
-    lists[row, c // size] * size + c % size.
+    lists[row, c // size] * size + c % size. led: the launch before lets the first of these come up early, and each lets
+    the next (rowwise/launch.py says why that is right; here each waits before it reads anything).
     """
     rows, columns = scores.shape
-    steps, none = list[Step](), torch.empty(0, dtype=torch.int32, device=scores.device)
-    given, at = scores, none
+    how, room, device = levels_of(columns, k, tile), padded(k), scores.device
+    if not rows:
+        return []
+
+    def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device=device)
+
+    none, steps = empty(0, dtype=torch.int32), list[Step]()
+    made, early = 0 if how.fold else how.levels, comes_up_early(device)
+    lengths = [columns]
+    while len(lengths) <= how.levels:
+        lengths.append(-(-lengths[-1] // how.group))
+    tops = empty(rows * sum(lengths[1 : made + 1]), dtype=torch.float32)
+    part = min(PART, max(how.group**2, padded(columns)))
+    for level in range(0, made, 2):
+        constants = {"LEVEL": level, "LEVELS": min(2, made - level), "TILE": part, "GROUP": how.group, "WAITS": led,
+                     "LEADS": early}  # fmt: skip
+        grid = (rows, -(-lengths[level] // part))
+        steps.append(Step("maxima", grid, [scores, tops, rows, columns], constants, options(4, led)))
+        led = early
+    constants = {"K": k, "ROOM": room, "TILE": how.tile, "WIDE": how.wide(room), "GROUP": how.group,
+                 "LEVELS": how.levels, "FOLD": how.fold, "KEEPS": kept is not None, "SIZE": size,
+                 "WAITS": led}  # fmt: skip
+    chosen = empty(rows * how.levels * room, dtype=torch.int32)
     marks = none if kept is None else kept.view(torch.int8)
-    chosen = rounds(rows, columns, k, tile) if rows else []
-    for each in chosen:
-        last = each is chosen[-1]
-        shape = (0,) if last else (rows, each.parts, k)
-        left, left_at = (torch.empty(shape, dtype=d, device=scores.device) for d in (torch.float32, torch.int32))
-        step = 0 if lists is None else lists.stride(0)
-        tensors = [given, at, left, left_at, picks, marks, none if lists is None else lists]
-        constants = {"K": k, "GROUPS": padded(k), "TILE": each.tile, "WIDE": each.wide, "FIRST": each is chosen[0],
-                     "LAST": last, "KEEPS": kept is not None, "SIZE": size}  # fmt: skip
-        numbers = [each.count, columns, step, picks.shape[1]]
-        grid = (rows, each.parts)
-        steps.append(Step("select", grid, [*tensors, *numbers], constants, {"num_warps": each.warps}))
-        given, at = left, left_at
-    return steps
+    tensors = [scores, tops, chosen, picks, marks, none if lists is None else lists]
+    ints = [rows, columns, columns, 0 if lists is None else lists.stride(0), picks.shape[1]]
+    return [*steps, Step("select", (rows, 1), [*tensors, *ints], constants, options(how.warps(room), led))]
+
+
+def options(warps: int, led: bool) -> dict[str, Any]:
+    """Triton's, of a launch that may come up early."""
+    return {"num_warps": warps} | ({"launch_pdl": True} if led else {})
 
 
 @dataclass

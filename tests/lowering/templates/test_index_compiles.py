@@ -22,7 +22,7 @@ from v41.model_def.config import V41Config
 
 POINTER = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
            torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8"}  # fmt: skip
-SPILLED, LITTLE = 1920, 32  # bytes a thread, of tiles that fill the registers (1828 with Triton 3.9), and of others
+SPILLED, LITTLE = 320, 32  # bytes a thread, of tiles that fill the registers (288 with Triton 3.9), and of others
 SHARED = 227 << 10
 
 
@@ -46,7 +46,9 @@ def check_compiles(asked: list[Request], record_property: Callable[[str, object]
         label = f"{request.kernel} {request.arch} {dict(request.constants)}"
         record_property(label, f"{fact.registers} registers, {fact.spill_bytes} spilled, {fact.shared_bytes} shared")
         assert fact.shared_bytes <= SHARED, label
-        assert fact.spill_bytes <= (spilled if request.constants.get("TILE", LARGEST) == LARGEST else LITTLE), label
+        held = request.constants
+        most = max(held.get("TILE", LARGEST), held.get("ROOM", 0) * held.get("GROUP", 0))
+        assert fact.spill_bytes <= (spilled if most == LARGEST else LITTLE), label
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.nn.functional import pad
 
 from tests.lowering.templates.launched import interpret
 from tests.triton_interpreter import Interpreter
-from v41.lowering.templates.topk import MOST, TopK, rounds
+from v41.lowering.templates.topk import MOST, TopK, levels_of
 from v41.lowering.templates.topk.launch import LARGEST, padded
 from v41.model_def.indexer import ascending_picks
 
@@ -112,15 +111,18 @@ def test_no_rows_are_no_launch_and_no_columns_are_no_picks(interpreter: Interpre
     assert picks_of(interpreter, torch.empty(2, 0), 3).tolist() == [[-1] * 3] * 2
 
 
-@given(st.sampled_from((1, 16, 64, 4096)), st.integers(0, 1 << 20), st.integers(1, MOST))
-def test_every_row_ends_in_one_tile_and_each_round_has_less_to_do(rows: int, columns: int, k: int) -> None:
-    found = rounds(rows, columns, k)
-    assert found[0].count == columns and [each.parts for each in found].index(1) == len(found) - 1
-    for before, after in pairwise(found):
-        assert after.count == before.parts * k < before.count
-    for each in found:
-        assert each.count <= each.parts * each.tile and each.tile <= max(LARGEST, 4 * padded(k))
-        assert each.tile.bit_count() == 1 and each.parts < 1 << 16
+@given(st.integers(0, 1 << 20), st.integers(1, MOST), st.sampled_from((None, 16, 4096)))
+def test_the_highest_level_fits_a_tile_and_the_runs_below_do_too(columns: int, k: int, tile: int | None) -> None:
+    found = levels_of(columns, k, tile)
+    count = columns
+    for _ in range(found.levels):
+        count = -(-count // found.group)
+    assert count <= found.tile <= max(LARGEST, 2 * padded(k)) and found.tile.bit_count() == 1
+    assert found.levels == 0 or count > k // found.group, "no level is made that leaves nothing to choose"
+    assert padded(k) * found.group <= max(LARGEST, 2 * padded(k)) and found.group.bit_count() == 1
+    assert not found.fold or (found.levels == 1 and columns <= LARGEST)
+    room = padded(k)
+    assert found.warps(room).bit_count() == 1 and found.tile % found.wide(room) == 0
 
 
 def test_more_picks_than_a_tile_holds_are_refused() -> None:
