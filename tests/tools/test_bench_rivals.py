@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from v41.tools.bench import attention, index_cases
+from v41.tools.bench import attention_cases, index_cases
 from v41.tools.bench.rivals import alike, attempted, error
 
 
@@ -29,6 +29,10 @@ def test_bits_and_errors() -> None:
 @pytest.mark.slow
 def test_each_bench_measures_the_kernel_of_the_model_s_own_functions() -> None:
     """The region alone is a piece, in every role, and the template takes it."""
-    assert attention.kernel_of().heads == attention.CONFIG.num_attention_heads
+    for case in (attention_cases.HANDED, attention_cases.IN_PLACE):
+        kernel = attention_cases.kernel_of(case)
+        assert kernel.heads == attention_cases.CONFIG.num_attention_heads
+        assert {what.name for what in kernel.inputs if what is not None} == set(case.roles)
+        assert bool(kernel.counted) == (case is attention_cases.IN_PLACE)
     outputs = {role: index_cases.kernel(role, 4096).form.outputs for role in index_cases.ROLES}
     assert outputs == {"source": ("picks",), "candidate_source": ("picks", "kept_blocks"), "re_indexer": ("picks",)}

@@ -4,118 +4,51 @@
     v41 bench attention check              values against fp64, the same bits in any batch and any way, NaN rows
     v41 bench attention tune --rows 16     us of many ways to spread a row, with what Triton spilled
 
-Records stand as a step hands them over: [T, 128, 528] of the window and [T, 512, 288] of the entries, a tenth hidden.
+"generated" is handed records as eager and torch.compile are, "in place" reads them where they lie in caches of 64K
+entries: what they would be gathered for is spared beside that (attention_cases.py).
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
-from v41.lowering.templates.attention import KIND, AttentionKernel, Spread, generate
-from v41.model_def.attention import attend
-from v41.model_def.config import V41Config
-from v41.model_def.quantization import FP4_RECORD, FP8_RECORD
-from v41.model_def.rope import Turn, rotate
-from v41.passes import attention_core, turns
-from v41.passes.canonicalize import canonicalize
-from v41.passes.outline_attention import outline_attention
+from v41.lowering.templates.attention import KIND, Spread
 from v41.tools.bench import modes, timing
+from v41.tools.bench.attention_cases import HANDED, IN_PLACE, Case, attention, exactly, handed, kernel_of
 from v41.tools.bench.boundary import COPY_BYTES_A_US, table
-from v41.tools.bench.pieces import pieces_of
 from v41.tools.bench.rivals import INDUCTOR, Call, alike, attempted, compiled, error
 
-CONFIG = V41Config.preset("flash")
-SEEN = 0.9
 ULP = 2.0**-8  # of bf16
-ROLES = ("queries", "cos", "sin", "window", "visible", "picked", "picks", "sink")  # of the arguments of `attention`
-
-
-def attention(q: Tensor, cos: Tensor, sin: Tensor, window: Tensor, seen: Tensor, picked: Tensor, picks: Tensor,
-              sink: Tensor) -> Tensor:  # fmt: skip
-    """What a layer with a compressed branch does between its projections."""
-    keys = torch.cat((FP8_RECORD.decode(window), FP4_RECORD.decode(picked)), 1)
-    o = attend(rotate(q, Turn(cos, sin)), keys, torch.cat((seen, picks >= 0), 1), sink)
-    return rotate(o, Turn(cos, sin), inverse=True)
-
-
-def inputs(rows: int, device: str, seed: int = 0) -> tuple[Tensor, ...]:
-    generator = torch.Generator(device).manual_seed(seed)
-    heads, width, window, k = CONFIG.num_attention_heads, CONFIG.head_dim, CONFIG.sliding_window, CONFIG.index_topk
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator, device=device)
-
-    def shown(count: int) -> Tensor:
-        return torch.rand(rows, count, generator=generator, device=device) < SEEN
-
-    angle = normal(rows, CONFIG.qk_rope_head_dim // 2) * 100
-    picks = torch.where(shown(k), torch.arange(k, device=device), -1)
-    keys, entries = normal(rows, window, width).bfloat16(), normal(rows, k, width).bfloat16()
-    q, seen, sink = normal(rows, heads, width).bfloat16(), shown(window), normal(heads)
-    return q, angle.cos(), angle.sin(), FP8_RECORD.encode(keys), seen, FP4_RECORD.encode(entries), picks, sink
-
-
-@cache
-def piece() -> GraphModule:
-    """The region alone, as a piece of a program."""
-    given = inputs(7, "cpu")
-    sizes = ["rows"] * (len(given) - 1)
-    (body,) = pieces_of(attention, given, sizes, (canonicalize, outline_attention), KIND)
-    return body
-
-
-@cache
-def kernel_of() -> AttentionKernel:
-    made = generate(piece())
-    if not isinstance(made, AttentionKernel):
-        raise ValueError(f"refused because it {made.reason}, at {made.node}")
-    return made
-
-
-def ordered(arguments: Sequence[Tensor]) -> list[Any]:
-    """Arguments of `attention` as the kernel takes them."""
-    given = dict(zip(ROLES, arguments, strict=True))
-    return [None if what is None else given[what.name] for what in kernel_of().inputs]
-
-
-def launch(arguments: Sequence[Tensor], schedule: Spread | None = None) -> Tensor:
-    return kernel_of().launch(*ordered(arguments), schedule=schedule)[0]
-
-
-def exactly(arguments: Sequence[Tensor]) -> Tensor:
-    """In fp64 throughout."""
-    q, cos, sin, window, seen, picked, picks, sink = arguments
-    tables = cos.double()[:, None], sin.double()[:, None]
-    visible = torch.cat((seen, picks >= 0), 1)
-    keys = torch.cat((FP8_RECORD.decode(window), FP4_RECORD.decode(picked)), 1).double()
-    keys = keys.masked_fill(~visible[..., None], 0)
-    q = turns.turn(q.double(), *tables, "adjacent", "last")
-    _, o = attention_core.attend(q, keys, visible, CONFIG.head_dim**-0.5, sink.double()[:, None])
-    return turns.turn(o, tables[0], -tables[1], "adjacent", "last")
-
-
-# ---- bench, check, tune
+FAR = 130  # slots that hold more than 2^31 bytes of entries
 
 
 def contenders() -> dict[str, Callable[[], Call]]:
-    found: dict[str, Callable[[], Call]] = {"generated": lambda: lambda *args: launch(args), "eager": lambda: attention}
-    return found | {name: partial(compiled, attention, each) for name, each in INDUCTOR.items()}
+    ours: dict[str, Callable[[], Call]] = {
+        case.name: partial(lambda case: lambda *args: case.launch(args), case) for case in (HANDED, IN_PLACE)
+    }
+    rivals = {name: partial(compiled, attention, each) for name, each in INDUCTOR.items()}
+    return ours | {"eager": lambda: attention} | rivals
 
 
-def sets_of(rows: int) -> list[tuple[Tensor, ...]]:
-    first = inputs(rows, "cuda")
-    return [first, *(inputs(rows, "cuda", seed) for seed in range(1, timing.sets_needed(bytes_of(first))))]
+def case_of(name: str) -> Case:
+    return IN_PLACE if name == IN_PLACE.name else HANDED
 
 
-def bytes_of(tensors: Sequence[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+def sets_of(case: Case, rows: int) -> list[tuple[Tensor, ...]]:
+    first = case.draw(rows, "cuda")
+    return [first, *(case.draw(rows, "cuda", seed) for seed in range(1, timing.sets_needed(bytes_read(case, first))))]
+
+
+def bytes_read(case: Case, arguments: Sequence[Tensor]) -> int:
+    """Of what a call reads, each record once."""
+    read = handed(arguments) if case is IN_PLACE else arguments
+    return sum(t.numel() * t.element_size() for t in read)
 
 
 @torch.no_grad()
@@ -124,15 +57,17 @@ def bench(rows_list: Sequence[int], names: Sequence[str], deadline: float) -> It
     for name in names:
         for rows in rows_list:
             record: dict[str, Any] = {"contender": name, "rows": rows}
-            yield attempted(record, deadline, partial(measure, contenders()[name], rows))
+            yield attempted(record, deadline, partial(measure, contenders()[name], case_of(name), rows))
 
 
-def measure(make: Callable[[], Call], rows: int) -> dict[str, Any]:
-    call, sets = make(), sets_of(rows)
+def measure(make: Callable[[], Call], case: Case, rows: int) -> dict[str, Any]:
+    call, sets = make(), sets_of(case, rows)
+    truth = exactly(handed(sets[0]) if case is IN_PLACE else sets[0])
+    moved = bytes_read(case, sets[0]) + sets[0][0].numel() * sets[0][0].element_size()
     return {
-        "error": error(call(*sets[0]), exactly(sets[0])),
+        "error": error(call(*sets[0]), truth),
         "us": round(timing.microseconds(call, sets), 2),
-        "floor_us": round((bytes_of(sets[0]) + bytes_of(sets[0][:1])) / COPY_BYTES_A_US, 2),
+        "floor_us": round(moved / COPY_BYTES_A_US, 2),
         "origin": timing.launches(partial(call, *sets[0]), KIND),
     }
 
@@ -140,8 +75,8 @@ def measure(make: Callable[[], Call], rows: int) -> dict[str, Any]:
 @torch.no_grad()
 def check() -> dict[str, Any]:
     """Every claim about results, as figures and booleans."""
-    many = inputs(300, "cuda", 9)
-    whole, truth = launch(many), exactly(many)
+    many = HANDED.draw(300, "cuda", 9)
+    whole, truth = HANDED.launch(many), exactly(many)
     ours, eager = error(whole, truth), error(attention(*many), truth)
     dirty = [arg.clone() for arg in many]
     for arg in (*dirty[:3],):
@@ -152,31 +87,59 @@ def check() -> dict[str, Any]:
     return {
         "errors": [ours, eager],
         "right": ours <= max(1.5 * eager, ULP),
-        "same bits in every batch": {
-            str(rows): alike([launch(first(many, rows))], [whole], rows) for rows in (1, 4, 5, 64, 65, 128)
-        },
-        "same bits any way": all(
-            alike([launch(many, spread)], [whole], 300) for spread in kernel_of().candidates(300, many[0].device)
-        ),
-        "the same every time": all(torch.equal(launch(many), whole) for _ in range(20)),
-        "NaN rows harm no other": torch.equal(launch(dirty)[kept], whole[kept]),
+        "same bits in every batch": in_batches(HANDED, many, whole),
+        "same bits any way": any_way(HANDED, many, whole),
+        "the same every time": all(torch.equal(HANDED.launch(many), whole) for _ in range(20)),
+        "NaN rows harm no other": torch.equal(HANDED.launch(dirty)[kept], whole[kept]),
+        "in place": {str(rows): check_in_place(rows) for rows in (64, 300)},
     }
 
 
-def first(arguments: Sequence[Tensor], rows: int) -> list[Tensor]:
-    return [*(arg[:rows] for arg in arguments[:-1]), arguments[-1]]
+def in_batches(case: Case, many: Sequence[Tensor], whole: Tensor) -> dict[str, bool]:
+    sizes = (rows for rows in (1, 4, 5, 64, 65, 128) if rows <= len(whole))
+    return {str(rows): alike([case.launch(case.first(many, rows))], [whole], rows) for rows in sizes}
+
+
+def any_way(case: Case, many: Sequence[Tensor], whole: Tensor) -> bool:
+    candidates = kernel_of(case).candidates(len(whole), whole.device)
+    return all(alike([case.launch(many, spread)], [whole], len(whole)) for spread in candidates)
+
+
+def check_in_place(rows: int) -> dict[str, Any]:
+    """Of rows that decode, or of a chunk."""
+    many = IN_PLACE.draw(rows, "cuda", 9)
+    *given, sink, ring, entries = many
+    whole = IN_PLACE.launch(many)
+    seen, picks, slots, places, _, in_step = given[3:9]
+    read = [torch.zeros(cache.shape[:2], dtype=torch.bool, device="cuda") for cache in (ring, entries)]
+    lies = slots.unsqueeze(-1)
+    read[0][lies.expand_as(places)[seen & ~in_step], places[seen & ~in_step]] = True
+    read[1][lies.expand_as(picks)[picks >= 0], picks[picks >= 0]] = True
+    poisoned = [torch.where(each.unsqueeze(-1), cache, 255) for each, cache in zip(read, (ring, entries), strict=True)]
+    far = torch.zeros(FAR, *entries.shape[1:], dtype=torch.uint8, device="cuda")
+    far[-len(entries) :] = entries
+    beyond = [ring.new_zeros(FAR, *ring.shape[1:]), far]
+    beyond[0][-len(ring) :] = ring
+    moved = [*given[:5], slots + FAR - len(entries), *given[6:]]
+    return {
+        "bits of one that is handed them": alike([whole], [HANDED.launch(handed(many))], rows),
+        "same bits in every batch": in_batches(IN_PLACE, many, whole),
+        "same bits any way": any_way(IN_PLACE, many, whole),
+        "what nobody reads harms nobody": torch.equal(IN_PLACE.launch([*given, sink, *poisoned]), whole),
+        "beyond 2^31 bytes": torch.equal(IN_PLACE.launch([*moved, sink, *beyond]), whole),
+    }
 
 
 @torch.no_grad()
 def tune(rows_list: Sequence[int], deadline: float) -> Iterator[dict[str, Any]]:
-    kernel = kernel_of()
+    kernel = kernel_of(HANDED)
     for rows in rows_list:
-        sets = sets_of(rows)
+        sets = sets_of(HANDED, rows)
         for spread in kernel.candidates(rows, sets[0][0].device):
 
             def measure(spread: Spread = spread, sets: list[tuple[Tensor, ...]] = sets) -> dict[str, Any]:
-                launched = kernel.run(kernel.prepare(ordered(sets[0]), spread))
-                us = timing.microseconds(lambda *args: launch(args, spread), sets)
+                launched = kernel.run(kernel.prepare(HANDED.ordered(sets[0]), spread))
+                us = timing.microseconds(lambda *args: HANDED.launch(args, spread), sets)
                 return {"spills": [each.n_spills for each in launched], "us": round(us, 2)}
 
             yield attempted({"rows": rows, "spread": str(spread)}, deadline, measure)
