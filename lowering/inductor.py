@@ -33,10 +33,8 @@ from v41._compat import (
 )
 from v41._compat_cache import loaded_inductor_code, stored_inductor_code
 from v41._compat_sizes import Numbers, with_sizes
-from v41.lowering.grouped_products import grouped_products
-from v41.lowering.inverse_orders import inverse_orders
-from v41.lowering.narrow_products import narrow_products
 from v41.lowering.piece_inputs import checker
+from v41.lowering.rewrites import Rewrites, rewrite
 from v41.lowering.tiers import Limits, Tier, chooser, distinct
 from v41.regions import flatten
 
@@ -44,6 +42,7 @@ Artifact = Callable[..., tuple[Any, ...]]
 Code = Callable[[list[Any]], Sequence[Any]]  # empties the list it is given
 
 ROUNDED = (torch.bfloat16, torch.float16)
+NONE = Rewrites()
 
 # Settings of torch._inductor.config by dotted name; those a torch release lacks are left out.
 SETTINGS: dict[str, object] = {
@@ -84,7 +83,7 @@ def compile_piece(
     assert beyond is not None or not tiers
     piece = flatten(gm)
     drop_whole_slices(piece)
-    written, narrowed, grouped = inverse_orders(piece), narrow_products(piece), grouped_products(piece)
+    rewrites = rewrite(piece)
     placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
     metas = [node.meta["val"] for node in placeholders]
     keep_output_strides(piece.graph)
@@ -102,7 +101,7 @@ def compile_piece(
             found.append(Tier(limits, tuple(sized.conditions())))
     if not codes:
         codes, found = [inductor_compile(piece, metas, settings, mark)], [Tier()]
-    return InductorPiece(check, chooser(found, metas), codes, beyond, narrowed, grouped, found[-1].conditions, written)
+    return InductorPiece(check, chooser(found, metas), codes, beyond, rewrites, found[-1].conditions)
 
 
 def with_large(ranges: Sequence[Limits]) -> list[tuple[Limits, bool]]:
@@ -113,9 +112,8 @@ def with_large(ranges: Sequence[Limits]) -> list[tuple[Limits, bool]]:
 class InductorPiece:
     """Inductor's codes, one a tier, behind the check of inputs. A stored one runs under the settings of its making.
 
-    narrowed: how many products run on 16-bit floats though the model widens them. grouped: how many grouped products
-    have a kernel of ours for few rows. granted: what the last code takes for granted of sizes, as Python; a call that
-    breaks it runs `beyond`. written: how many orders of orders are written where the model sorts.
+    rewrites: what was put another way before Inductor saw it. granted: what the last code takes for granted of sizes,
+    as Python; a call that breaks it runs `beyond`.
     """
 
     def __init__(
@@ -124,13 +122,11 @@ class InductorPiece:
         choose: Callable[[Sequence[object]], int],
         codes: Sequence[Code],
         beyond: Artifact | None,
-        narrowed: int = 0,
-        grouped: int = 0,
+        rewrites: Rewrites = NONE,
         granted: tuple[str, ...] = (),
-        written: int = 0,
     ) -> None:
         self.check, self.choose, self.codes, self.beyond = check, choose, codes, beyond
-        self.narrowed, self.grouped, self.granted, self.written = narrowed, grouped, granted, written
+        self.rewrites, self.granted = rewrites, granted
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         self.check(args)
@@ -142,8 +138,7 @@ class InductorPiece:
 
     def __reduce__(self) -> tuple[Any, ...]:
         codes = [stored_inductor_code(code) for code in self.codes]
-        facts = (self.narrowed, self.grouped, self.granted, self.written)
-        return load_piece, (self.check, self.choose, codes, self.beyond, *facts)
+        return load_piece, (self.check, self.choose, codes, self.beyond, self.rewrites, self.granted)
 
 
 def load_piece(
@@ -151,14 +146,12 @@ def load_piece(
     choose: Callable[[Sequence[object]], int],
     stored: Sequence[bytes],
     beyond: Artifact | None,
-    narrowed: int,
-    grouped: int,
+    rewrites: Rewrites,
     granted: tuple[str, ...],
-    written: int,
 ) -> InductorPiece:
     """The piece that was stored."""
     codes = [loaded_inductor_code(code, inductor_settings(SETTINGS)) for code in stored]
-    return InductorPiece(check, choose, codes, beyond, narrowed, grouped, granted, written)
+    return InductorPiece(check, choose, codes, beyond, rewrites, granted)
 
 
 def drop_whole_slices(gm: GraphModule) -> None:

@@ -26,6 +26,8 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     head = cases.add_parser("head", help="logits: a product with long sums, at released widths")
     rows = [1, 16, 64, 256, 1024]
     head.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"({spaced(rows)})")
+    sorts, rows = cases.add_parser("sorts", help="picks of experts, put in order"), [1, 16, 64, 256, 682]
+    sorts.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"tokens ({spaced(rows)})")
     agreement = cases.add_parser("agreement", help="whole models against eager, every codegen, beside an fp64 run")
     add_reading(agreement)
     add_codegens(agreement)
@@ -40,7 +42,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_tables(tables := cases.add_parser("tables", help="Engram look-ups in tables of the host: mapped, pinned"))
     add_compile(compiled := cases.add_parser("compile", help="what capturing a model costs, by phase and by layers"))
     made = (boundary, rowwise, attention, index, allreduce, experts, agreement, capacity, program, overlap, prefill)
-    for case in (*made, head, sharded, alone, tables, compiled):
+    for case in (*made, head, sorts, sharded, alone, tables, compiled):
         case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
 
 

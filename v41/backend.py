@@ -35,7 +35,7 @@ from v41.artifact_cache import open_cache
 from v41.codegen import effective_codegen, kept_whole, ways
 from v41.errors import UnknownBuckets
 from v41.gradients import gradients_requested, refuse_gradients
-from v41.lowering.grouped_products import MEAN
+from v41.lowering.rewrites import options_of
 from v41.lowering.tuned import Tuning
 from v41.model_def.buckets import Buckets
 from v41.options import Options, parse
@@ -148,15 +148,7 @@ def build(
         report.passes.append(run)
         who = f"{who}; {sites_told(run, plan)}"
     report.options["overlap"] = ("on" if plan.overlapped else "off", who)
-    narrowed = sum(getattr(made, "narrowed", 0) for made in artifacts.values())
-    if narrowed:
-        report.options["products"] = (f"{narrowed} of widened 16-bit floats take them as they are", "v41; sums in fp32")
-    grouped = sum(getattr(made, "grouped", 0) for made in artifacts.values())
-    if grouped:
-        report.options["grouped products"] = (f"{grouped} have a kernel for up to {MEAN} rows a group", "v41")
-    written = sum(getattr(made, "written", 0) for made in artifacts.values())
-    if written:
-        report.options["sorts"] = (f"{written} of another sort's order written as its inverse", "v41")
+    report.options |= options_of(made.rewrites for made in artifacts.values() if hasattr(made, "rewrites"))
     granted = granted_by(artifacts.values(), plan.sizes)
     if granted:
         report.options["granted"] = ("; ".join(granted), "v41; a call that breaks one runs ATen nodes")

@@ -94,7 +94,7 @@ def test_a_piece_sorts_once() -> None:
     gm = trace(there_and_back(ORDERS["stable"]), keys_of(7), torch.randn(7))
     compiled = compile_piece(gm)
     assert sorts_of(gm) == 2, "the caller's graph was changed"
-    assert compiled.written == 1, "the report is not told"
+    assert compiled.rewrites.orders == 1, "the report is not told"
     for rows in (1, 7, 40):
         each = (rows, keys_of(rows), torch.randn(rows))
         assert all(map(torch.equal, compiled(*each), gm(*each)))

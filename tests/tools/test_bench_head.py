@@ -1,4 +1,4 @@
-"""bench head: what it calls right, and that it needs a GPU."""
+"""bench head and bench sorts: what is called right, and that both need a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from v41.errors import BenchNeedsGPU
-from v41.tools.bench.head import WAYS, bench_command, right
+from v41.tools.bench import head, sorts
+from v41.tools.bench.head import WAYS, right
 from v41.tools.cli import parser
 
 OURS = {"rows": 16, "way": "ours", "error": 3.0, "a row as alone": True}
@@ -25,9 +26,10 @@ def test_ours_is_right_as_near_as_eager_and_as_a_row_alone(change: dict[str, Any
     assert right([{**OURS, **change}, *others, EAGER, {**EAGER, "rows": 64, "error": 1.0}]) is expected
 
 
-def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "bench"), [("head", head), ("sorts", sorts)])
+def test_it_needs_a_gpu(name: str, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    arguments = parser().parse_args(["bench", "head", "--rows", "16"])
+    arguments = parser().parse_args(["bench", name, "--rows", "16"])
     assert arguments.rows == [16]
-    with pytest.raises(BenchNeedsGPU, match="v41 bench head"):
-        bench_command(arguments)
+    with pytest.raises(BenchNeedsGPU, match=f"v41 bench {name}"):
+        bench.bench_command(arguments)

@@ -14,6 +14,8 @@ import v41
 from tests.strategies.tracing import trace
 from v41 import backend
 from v41.lowering.grouped_products import MEAN
+from v41.lowering.rewrites import Rewrites
+from v41.lowering.short_sorts import MOST
 from v41.passes.structure import structure_key
 from v41.report import CompileReport, Decision, PassRun, programs_wanted, publish, refused, source_of
 from v41.runtime.executor import eager_artifact
@@ -98,7 +100,7 @@ def test_a_refusal_names_rule_node_and_line() -> None:
 class Telling:
     """An artifact that tells what one of Inductor's does on a GPU."""
 
-    narrowed, grouped, written, granted = 2, 3, 1, ("u0 > 1",)
+    rewrites, granted = Rewrites(orders=1, sorts=4, products=2, grouped=3), ("u0 > 1",)
 
     def __init__(self, run: Any) -> None:
         self.run = run
@@ -121,12 +123,13 @@ def test_what_is_told_of_products_sorts_and_sizes_comes_back_from_the_cache(
             torch.compile(lambda x: x * 2, backend="v41", options={"codegen": "eager"})(x)
         found += reports
     assert [report.cache.split()[0] for report in found] == ["miss:", "hit"]
-    names = ("products", "grouped products", "sorts", "granted")
+    names = ("products", "grouped products", "orders of orders", "sorts", "granted")
     assert [tuple(report.options[name][0] for name in names) for report in found] == [
         (
             "2 of widened 16-bit floats take them as they are",
             f"3 have a kernel for up to {MEAN} rows a group",
-            "1 of another sort's order written as its inverse",
+            "1 written as the inverse of the order",
+            f"4 have a kernel for up to {MOST} integers",
             "rows > 1",
         )
     ] * 2
