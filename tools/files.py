@@ -34,12 +34,15 @@ def check_file(path: Path | None) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """OSError where nothing can be made in `folder`, a whole path, which may not be there yet."""
+    """OSError where nothing can be made in `folder`, a whole path, which may not be there yet. It is tried: what a
+    system lets one write is more than permissions tell."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder")
-    if not os.access(there, os.W_OK):
-        raise PermissionError(errno.EACCES, f"{there} may not be written")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".v41.", dir=there))
+    except OSError as error:
+        raise type(error)(error.errno, f"nothing can be made in {there}: {error.strerror}") from error
 
 
 def write_whole(path: Path, text: str) -> None:

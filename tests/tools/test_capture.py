@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -165,6 +166,12 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 FOR_EVER = "(" * 12 + "9" + "**8)" * 12
 
 
+def with_a_piece(facts: dict[str, Any]) -> dict[str, Any]:
+    """The first piece of the first layer that has one."""
+    found: dict[str, Any] = next(each["pieces"][0] for each in facts["layers"] if each["pieces"])
+    return found
+
+
 def pieces_in(facts: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = facts["plan"]["pieces"]
     return found
@@ -174,7 +181,7 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "another schema": (MAIN, lambda facts: facts.update(schema="v41.run.0")),
     "no schema": ("nodes.json", lambda facts: facts.pop("schema")),
     "no graph": (MAIN, lambda facts: facts.pop("graph")),
-    "a layer of a piece that is not there": (MAIN, lambda facts: facts["layers"][1]["pieces"][0].update(name="x")),
+    "a layer of a piece that is not there": (MAIN, lambda facts: with_a_piece(facts).update(name="x")),
     "no config, of which it says that it is there": (MAIN, lambda facts: facts["files"].append("config.json")),
     "a number that is a text": ("plan.json", lambda facts: pieces_in(facts)[0].update(nodes="4")),
     "a piece that reads what nobody makes": ("plan.json", lambda facts: pieces_in(facts)[1]["reads"].append("x")),
@@ -292,6 +299,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_capture(
         assert main(["capture", "tiny", "-o", out]) == 2
         assert "the run cannot be written there" in capsys.readouterr().err
     assert (tmp_path / "thesis.txt").read_text() == "three years"
+
+    def read_only(*given: object, **named: object) -> str:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("v41.tools.files.tempfile.mkdtemp", read_only)  # to root, permissions say nothing of that
+    for command in (["capture", "tiny", "-o", f"{tmp_path}/made"], ["inspect", "tiny", "--html", f"{tmp_path}/made"]):
+        assert main(command) == 2
+        assert f"nothing can be made in {tmp_path}: Read-only file system" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_checkpoint_folder_is_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

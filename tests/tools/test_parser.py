@@ -79,6 +79,10 @@ def test_the_model_is_named_by_position_or_by_option() -> None:
         assert (found.name, found.site, found.model) == ("outline_mhc", "view_1", "run")
 
 
+def test_what_is_asked_for_twice_is_told_once() -> None:
+    assert parser().parse_args(["cost", "--tokens", "16,1,16"]).tokens == [16, 1]
+
+
 def test_ctrl_c_is_one_word_and_a_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def stop(*given: object) -> int:
         raise KeyboardInterrupt
