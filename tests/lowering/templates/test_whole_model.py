@@ -34,9 +34,9 @@ def steps_of(config: V41Config) -> list[list[Chunk]]:
     return [prompt, *later]
 
 
-def run(forward: Any, config: V41Config) -> list[Tensor]:
+def run(forward: Any, config: V41Config, cache: Cache | None = None) -> list[Tensor]:
     """Logits of each step, one cache throughout."""
-    cache = Cache.zeros(config, len(LENGTHS), 64)
+    cache = cache or Cache.zeros(config, len(LENGTHS), 64)
     return [forward(build_batch(config, cache, chunks), cache).float() for chunks in steps_of(config)]
 
 
@@ -64,6 +64,35 @@ def launched(interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch) -> Count
     monkeypatch.setattr(IndexKernel, "launch", index_scores)
     monkeypatch.setattr(AttentionKernel, "launch", attention)
     return found
+
+
+@pytest.mark.slow
+def test_as_planned_for_a_gpu_the_whole_tiny_model_has_the_bits_of_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece as its ATen nodes: logits, and what is left in the cache. Attention reads records where they lie, save
+    those of the window in the layer that the inner seam cuts in two."""
+    monkeypatch.setattr(backend, "effective_codegen", lambda *_: ("triton", "a test"))
+    monkeypatch.setattr(backend, "ways", lambda *_: ("triton", "eager"))
+    monkeypatch.setattr(backend, "generated", lambda *_: "")
+    config = V41Config.preset("tiny")
+    model = V41ForCausalLM.random(config, 0, "cpu")
+    compiled = torch.compile(model, backend="v41", fullgraph=True, options={"cache": False, "verify": True})
+    torch._dynamo.reset()
+    caches = [Cache.zeros(config, len(LENGTHS), 64) for _ in range(2)]
+    with torch.no_grad(), collect() as reports:
+        ours, eager = run(compiled, config, caches[0]), run(model, config, caches[1])
+    (report,) = reports
+    passes = {run.name: run for run in report.passes}
+    assert [each.failure for each in report.passes if each.failure] == []
+    gathers, writes = passes["take_in_gathers"], passes["reinplace_cache_writes"]
+    branches = sum(1 + bool(role.ratio) for role in config.roles)
+    assert (gathers.applied, gathers.refused) == (branches - 1, 1)
+    assert {each.rule for each in gathers.decisions if not each.applied} == {
+        "records of this step are those of its rows"
+    }
+    assert writes.refused == 0
+    assert all(map(torch.equal, ours, eager))
+    kept = [[*c.rings, *c.entries.values(), *c.index_keys.values(), *c.tails.values()] for c in caches]
+    assert all(torch.equal(a[:-1], b[:-1]) for a, b in zip(*kept, strict=True))
 
 
 @pytest.mark.slow
