@@ -16,7 +16,6 @@ import heapq
 import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import cast
 
 from torch import SymInt
 from torch.fx import GraphModule, Node
@@ -31,20 +30,17 @@ from v41.passes.matching import (
     aten,
     between,
     fake,
-    getitems,
     is_narrowing,
     is_widening,
     same_sizes,
     shape,
     unviewed,
 )
-from v41.passes.mhc_heads import Comb, Gate, gate_of, head_of, number_added, parts_of_columns
-from v41.passes.replay_seam import KIND as KEPT_ROWS
-from v41.passes.replay_seam import rows_taken
+from v41.passes.mhc_heads import Comb, gate_of, head_of, number_added, parts_of_columns
+from v41.passes.mhc_predictions import Coefficients, predictions
 from v41.passes.scalings import Scaling, find_scalings
-from v41.regions import is_region, region_of, regions
+from v41.regions import is_region, region_of
 
-BOUNDARY, EXIT, POST = "mhc_boundary", "mhc_exit", "mhc_post"  # kinds of regions
 # Linear in each operand, row by row. Not here: `mm` (a weight is no stream), other reductions, narrowing casts (they
 # round), `div` (a quotient of streams is no mix).
 LINEAR = VIEWS | {
@@ -60,34 +56,6 @@ LINEAR = VIEWS | {
     aten.unbind.int,
     operator.getitem,
 }
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """All that one projection predicts from the streams X [T, n, D]."""
-
-    projection: Node
-    width: int  # its columns
-    streams: Node
-    scaling: Scaling | None
-    gates: tuple[Gate, ...]  # by column
-    combs: tuple[Comb, ...]
-
-    @property
-    def pre_and_post(self) -> tuple[Gate, Gate]:
-        """Of two gates, pre first: as their columns lie, unless only the first has a factor."""
-        first, second = self.gates
-        return (second, first) if first.factor != 1 and second.factor == 1 else (first, second)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Values that later parts read: of coefficients found here, or of a boundary that is a region already."""
-
-    streams: Node
-    pres: tuple[Node, ...]
-    posts: tuple[Node, ...]
-    comb: Node
 
 
 @dataclass(frozen=True)
@@ -126,8 +94,7 @@ class Parts:
         self.scalings = {scaling.result: scaling for node in self.order for scaling in find_scalings(node)}
         self._chains = {chain[0].source: chain for chain in find_chains(gm, least=1)}
         self.coefficients = [each for node in self.order if (each := self._coefficients(node)) is not None]
-        predictions = [*self._predictions(), *_predictions_of_regions(gm)]
-        self.predictions = [*predictions, *(taken for each in predictions for taken in _with_rows_taken(each))]
+        self.predictions = predictions(gm, self.coefficients)
         sizes = {str(shape(each.streams)[:2]): shape(each.streams)[:2] for each in self.predictions}
         self.vectors = list(sizes.values())  # the shapes of pre and post
         self.given = {node for node in self.order if node.op == "placeholder" and self._fits(node)}
@@ -348,51 +315,12 @@ class Parts:
                 below.add(node)
         return below
 
-    def _predictions(self) -> Iterator[Prediction]:
-        """What the coefficients predict. Of more gates than two, any but the first may be post."""
-        for each in self.coefficients:
-            gates = [gate.result for gate in each.gates]
-            pre, posts = [gates[0]], gates[1:]
-            if len(gates) == 2:
-                pre, posts = ([gate.result] for gate in each.pre_and_post)
-            for comb in each.combs:
-                if comb.result is not None:
-                    yield Prediction(each.streams, tuple(pre), tuple(posts), comb.result)
-
     def _fits(self, node: Node) -> bool:
         """Whether an input has the shape of predicted coefficients."""
         return self._is_vector(node) or any(same_sizes(shape(node), (*sizes, sizes[1])) for sizes in self.vectors)
 
     def _is_vector(self, node: Node) -> bool:
         return any(same_sizes(shape(node), sizes) for sizes in self.vectors)
-
-
-def _predictions_of_regions(gm: GraphModule) -> Iterator[Prediction]:
-    """What boundaries predict that were outlined before."""
-    for call in regions(gm, BOUNDARY):
-        attrs, taken = region_of(call).attrs, getitems(call)
-        made = {role: taken[i] for i, role in enumerate(attrs["outputs"]) if i in taken}
-        read = dict(zip(attrs["operands"], call.args[2:], strict=True))
-        if "comb" in made:
-            pres, posts = (tuple(made[role] for role in (name,) if role in made) for name in ("pre", "post"))
-            yield Prediction(made.get("streams") or read["streams"], pres, posts, made["comb"])
-
-
-def _with_rows_taken(whole: Prediction) -> Iterator[Prediction]:
-    """What is predicted, of the rows that an index takes of all of it (trim_replay.py)."""
-    wanted = (whole.streams, *whole.pres, *whole.posts, whole.comb)
-    taken: dict[Node, dict[Node, Node]] = {}
-    for value in wanted:
-        for user in value.users:
-            if user.target is aten.index.Tensor and user.args[0] is value:
-                index, *others = cast("list[Node]", user.args[1])
-                taken.setdefault(index, {}).update({} if others else {value: user})
-            elif is_region(user, KEPT_ROWS) and (kept := rows_taken(user).get(value)) is not None:
-                taken.setdefault(user, {})[value] = kept
-    for rows in taken.values():
-        if rows.keys() >= {whole.streams, *whole.posts, whole.comb}:
-            pres = tuple(rows[pre] for pre in whole.pres if pre in rows)
-            yield Prediction(rows[whole.streams], pres, tuple(rows[post] for post in whole.posts), rows[whole.comb])
 
 
 def _keeps_values(node: Node) -> bool:

@@ -30,7 +30,9 @@ from v41.passes.analysis.probe import evaluate, integers
 from v41.passes.fold_sinkhorn import RULES as SINKHORN_RULES
 from v41.passes.fold_sinkhorn import is_read_outside
 from v41.passes.matching import between, interface, same_sizes, shape, unviewed
-from v41.passes.mhc_parts import BOUNDARY, EXIT, POST, Coefficients, Collapse, Comb, Gate, Parts, PostMap
+from v41.passes.mhc_heads import Comb, Gate
+from v41.passes.mhc_parts import Collapse, Parts, PostMap
+from v41.passes.mhc_predictions import BOUNDARY, EXIT, POST, Coefficients
 from v41.passes.sites import STAYS, Rule, outline_sites
 from v41.regions import invoke_subgraph
 from v41.report import Decision

@@ -18,7 +18,7 @@ from torch import Tensor, ops
 from torch.fx import Node
 
 from v41.passes.matching import RESHAPES, VIEWS, absorb, aten, between, prims
-from v41.passes.mhc_parts import BOUNDARY, EXIT, POST
+from v41.passes.mhc_predictions import BOUNDARY, EXIT, POST
 from v41.passes.norms import is_free
 from v41.passes.outline_experts import KIND as EXPERTS
 from v41.passes.outline_norm_quantise import KIND as NORM
