@@ -1,14 +1,19 @@
 """decode: units of records become a tile of bf16 keys: in Triton, and in PTX where two units go at once.
 
     unit    four channels side by side, 2 bytes of e2m1 or 4 of e4m3: channel n of unit j is channel 4 * j + n
-    tile    of each 128 channels (or all, if fewer), channel n of all units, then channel n + 1: what threads hold lies
-            as it was read, and nothing is shuffled. Queries stand in the same order: `ordered`
+    tile    of each 256 channels (or all, if fewer), channel n of all units, then channel n + 1: what threads hold lies
+            as it was read, nothing is shuffled, and eight threads fill a line of shared memory. Queries stand in the
+            same order: `ordered`
+    scales  of two neighbouring units the same: bits of a bf16 in both halves of 32, each read as the byte that it is
     plain   each value to fp32, times the scale, rounded
-    packed  the same in bf16, two neighbouring units at once: 3 instructions a value of e2m1, 5 of e4m3. Each step is
-            exact but the last, which rounds as plain does
+    packed  the same in bf16, two neighbouring units at once: 5 instructions for two values of e2m1, 7 of e4m3. Each
+            step is exact but the last, which rounds as plain does
 
-A code s e e m of e2m1 is bf16 s 000000 e e m: its value times 2^-126, subnormal where e is 0, as e2m1 has it itself.
-Packed takes mul.bf16x2, which Hopper has first; the interpreter has none.
+A code s e e m of e2m1 is bf16 s 000000 e e m: its value times 2^-126, subnormal where e is 0, as e2m1 has it itself. A
+product puts its four bits at both places, where a mask leaves what each is for. Scales of e4m3 are below 2^9, so one
+factor of bf16 holds the scale and 2^119 of the 2^126: such keys are made 2^-7 of what they are, all of them without
+rounding, and `gain_of` is what their readers make up for. Packed takes mul.bf16x2, which Hopper has first; the
+interpreter has none.
 """
 
 from __future__ import annotations
@@ -18,15 +23,15 @@ from collections.abc import Iterator
 import torch
 
 from v41.lowering.gpu import gpu_of
-from v41.lowering.templates.formats import DECODERS
 
 UNIT = 4  # channels
 BYTES = {"e2m1": 2, "e4m3": 4}  # of a unit
-PART = 32  # units whose channels a tile puts together
+PART = 64  # units whose channels a tile puts together
 HOPPER = 9  # the compute capability that multiplies bf16 in pairs
 
-MAGNITUDES, SIGNS = 0x01C001C0, 0x80008000  # of both halves of a register
+CODES = 0x81C081C0  # of both halves of a register: sign, exponent and mantissa of a code of e2m1
 LARGE = 0x7E807E80  # 2^126, twice
+FOLDED = 7  # what is left of 126, in powers of two, where a scale has the rest
 
 ORDER = f'''@triton.jit
 def joined(k0, k1, k2, k3, ROWS: tl.constexpr, UNITS: tl.constexpr):
@@ -53,24 +58,20 @@ def restored(x, ROWS: tl.constexpr, UNITS: tl.constexpr):
     return tl.reshape(x, [ROWS, {UNIT} * UNITS])
 '''
 
-SCALES = {
-    "ue8m0": '''@triton.jit
-def ue8m0_scale(byte):
-    """2^(byte - 127), bf16"""
-    return tl.maximum(byte << 7, 64).to(tl.int16).to(tl.bfloat16, bitcast=True)
-''',
-    "e4m3": '''@triton.jit
-def e4m3_scale(byte):
-    """The e4m3 of a byte, bf16"""
-    return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-''',
+SCALES = {  # a byte, int32 -> bf16
+    "ue8m0": "tl.maximum(byte << 7, 64).to(tl.int16).to(tl.bfloat16, bitcast=True)",  # 2^(byte - 127)
+    "e4m3": "byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)",
 }
 
 SPREAD = '''@triton.jit
-def bytes_of(words, ROWS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr):
-    """[ROWS, WORDS] -> the bytes of each [ROWS, WORDS * EACH], int32"""
-    found = (words.to(tl.int32)[:, :, None] >> (tl.arange(0, EACH) * 8)[None, None, :]) & 255
-    return tl.reshape(found, [ROWS, WORDS * EACH])
+def byte_of(pointers, PACKED: tl.constexpr):
+    """uint8 -> int32. In PTX it is read by the threads that need it: a load of Triton's has a layout of its own, from
+    which scales would come through shared memory."""
+    if PACKED:
+        return tl.inline_asm_elementwise("ld.global.nc.u8 $0, [$1];", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32,
+                                         is_pure=True, pack=1)
+    else:
+        return tl.load(pointers).to(tl.int32)
 
 
 @triton.jit
@@ -86,51 +87,72 @@ def units_of(bytes, ROWS: tl.constexpr, UNITS: tl.constexpr, EACH: tl.constexpr)
 '''
 
 
-def keys_text(values: str) -> str:
-    """`{values}_keys(held, by, ...)`: units [ROWS, UNITS] and the scale of each, bf16 -> a tile of keys."""
+def folds(values: str, scales: str) -> bool:
+    """Whether scales have a power of two that decoding needs."""
+    return (values, scales) == ("e2m1", "e4m3")
+
+
+def gain_of(values: str, scales: str) -> float:
+    """How many times their keys a tile's would have to be."""
+    return float(1 << FOLDED) if folds(values, scales) else 1.0
+
+
+def keys_text(values: str, scales: str) -> str:
+    """Two functions: `{values}_{scales}_scale(byte)`, int32 -> int32, and `{values}_{scales}_keys(held, by, ...)`:
+    units [ROWS, UNITS] and the scale of each -> a tile of keys."""
     out = ", ".join(["tl.bfloat16"] * UNIT)
+    folded, name = folds(values, scales), f"{values}_{scales}"
+    scale, factor = f"({SCALES[scales]}).to(tl.float32)", "(by << 16).to(tl.float32, bitcast=True)"
+    more, less = (f", times 2^{126 - FOLDED}", f", times 2^-{FOLDED}") if folded else ("", "")
+    if folded:
+        scale, factor = f"{scale} * {2.0 ** (126 - FOLDED)!r}", f"{factor} * {2.0**-126!r}"
     if values == "e2m1":
         plain = [f"e2m1(held >> {4 * n})" for n in range(UNIT)]
     else:
         plain = [f"e4m3((held >> {8 * n}).to(tl.uint8))" for n in range(UNIT)]
-    read = ["r"] * (BYTES[values] // 2 + 1)
-    return f'''{DECODERS[values]}
+    read = ["r"] * (BYTES[values] // 2 + 2)
+    return f'''@triton.jit
+def {name}_scale(byte):
+    """Bits of bf16 in both halves{more}"""
+    scale = ({scale}).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
+    return scale | (scale << 16)
+
 
 @triton.jit
-def {values}_keys(held, by, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr):
-    """Units [ROWS, UNITS] and their scales, bf16 -> a tile of keys [ROWS, {UNIT} * UNITS] bf16."""
+def {name}_keys(held, by, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr):
+    """Units [ROWS, UNITS] and their scales -> a tile of keys [ROWS, {UNIT} * UNITS] bf16{less}."""
     if PACKED:
         k0, k1, k2, k3 = tl.inline_asm_elementwise("""
-{asm(values)}
+{asm(values, folded)}
         """, "{",".join(["=&r"] * UNIT + read)}", [held, by], dtype=({out}), is_pure=True, pack=2)
     else:
-        scale = by.to(tl.float32)
+        scale = {factor}
 {"".join(f"        k{n} = ({value} * scale).to(tl.bfloat16)" + chr(10) for n, value in enumerate(plain))[:-1]}
     return joined(k0, k1, k2, k3, ROWS, UNITS)
 '''
 
 
-def asm(values: str) -> str:
-    """PTX of two units and their two scales, which fill a register: four registers, a code of each unit."""
+def asm(values: str, folded: bool) -> str:
+    """PTX of two units and twice their scale, a register each: four registers, a code of each unit."""
     if values == "e2m1":
-        codes = [line for n in range(UNIT) for line in _e2m1(n)]
-        return "\n".join(["{ .reg .b32 sign, large;", f"mov.b32 large, {LARGE};", *codes, "}"])
-    codes = [line for n in range(UNIT) for line in _e4m3(n)]
-    return "\n".join(["{ .reg .b32 both; .reg .b16 codes, low, high; .reg .f32 x, y;", *codes, "}"])
+        large = [] if folded else [".reg .b32 large;", f"mov.b32 large, {LARGE};"]
+        start = ["{ .reg .b32 high;", *large, "shr.b32 high, $4, 8;"]
+        codes = [line for n in range(UNIT) for line in _e2m1(n, folded)]
+    else:
+        start = ["{ .reg .b32 both; .reg .b16 codes, low, high; .reg .f32 x, y;"]
+        codes = [line for n in range(UNIT) for line in _e4m3(n)]
+    return "\n".join([*start, *codes, "}"])
 
 
-def _e2m1(n: int) -> Iterator[str]:
+def _e2m1(n: int, folded: bool) -> Iterator[str]:
     """Code n of both, times its scale."""
-    yield _shifted(f"${n}", 6 - 4 * n)
-    yield f"and.b32 ${n}, ${n}, {MAGNITUDES};"
-    yield _shifted("sign", 12 - 4 * n)
-    yield f"lop3.b32 ${n}, sign, {SIGNS}, ${n}, 0xEA;"  # a & b | c
-    yield f"mul.bf16x2 ${n}, ${n}, large;"
+    lowest = 4 * (n % 2)
+    yield f"and.b32 ${n}, {'high' if n > 1 else '$4'}, {0x000F000F << lowest};"
+    yield f"mul.lo.u32 ${n}, ${n}, {1 << 12 - lowest | 1 << 6 - lowest};"  # to the sign's place and to the others'
+    yield f"and.b32 ${n}, ${n}, {CODES};"
+    if not folded:
+        yield f"mul.bf16x2 ${n}, ${n}, large;"
     yield f"mul.bf16x2 ${n}, ${n}, $5;"
-
-
-def _shifted(out: str, by: int) -> str:
-    return f"{'shl' if by >= 0 else 'shr'}.b32 {out}, $4, {abs(by)};"
 
 
 def _e4m3(n: int) -> Iterator[str]:

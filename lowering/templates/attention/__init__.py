@@ -13,9 +13,9 @@ from v41.lowering.rowwise import Unsupported, digest
 from v41.lowering.rowwise.read import described, outputs_of
 from v41.lowering.templates.attention.form import AS_IS, KIND, Form, described_operand, form_of, roles_of
 from v41.lowering.templates.attention.header import header
-from v41.lowering.templates.attention.keys import counted, sizes_of
+from v41.lowering.templates.attention.keys import counted, size_of
 from v41.lowering.templates.attention.launch import AttentionKernel, Spread
-from v41.lowering.templates.attention.text import blocks_of, text, tile_of_heads
+from v41.lowering.templates.attention.text import all_blocks, text, tile_of_heads, tiles_of
 from v41.lowering.templates.lone import NotTaken, lone_region
 
 __all__ = ["KIND", "AttentionKernel", "Form", "Spread", "generate"]
@@ -48,14 +48,9 @@ def _generate(body: GraphModule, name: str) -> AttentionKernel:
         outputs,
         heads,
         tiles,
-        sum(map(blocks_of, form.branches)),
+        (sum(tiles_of(branch, form) for branch in form.branches), all_blocks(form)),
         form.width,
         max(branch.group for branch in form.branches),
-        {
-            operand: sizes_of(branch, form.width)
-            for branch in form.branches
-            if branch.values != AS_IS
-            for operand in branch.records
-        },
+        {operand: size_of(branch) for branch in form.branches if branch.values != AS_IS for operand in branch.records},
         tuple(counted(form).values()),
     )

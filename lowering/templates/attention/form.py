@@ -126,7 +126,7 @@ def _is_packed_in_tiles(attrs: dict[str, Any]) -> bool:
     return all(
         branch.values == AS_IS
         or (branch.values in VALUES and branch.scales in SCALES
-            and _is_power(branch.group) and UNIT <= branch.group <= attrs["width"]
+            and _is_power(branch.group) and 2 * UNIT <= branch.group <= attrs["width"]
             and branch.bytes == attrs["width"] // branch.group * (branch.group_bytes + 1))
         for branch in _branches(attrs)
     )  # fmt: skip

@@ -21,9 +21,8 @@ def header(name: str, form: Form, inputs: list[Tensor], outputs: list[Tensor]) -
         f"reads     {'  '.join(map(_described, inputs))}",
         f"writes    {'  '.join(map(described, outputs))}",
         "rounding  q and output where they turn, p before it meets values, output; all else fp32",
-        f"tile      {heads} heads by {BLOCK} keys, {tiles} a row; few rows: scores by blocks of keys, then "
-        "values by slices",
-        "          of channels, many: both in one program; no way changes the order of a sum",
+        f"tile      {heads} heads, {tiles} a row; few rows: scores by tiles of keys, then values by slices of",
+        f"          channels, many: both in one program; p relative to a power of two above the scores of {BLOCK} keys",
         traffic(inputs, outputs),
     ]
     return '"""' + "\n".join(lines) + '\n"""\n\n'
@@ -39,4 +38,4 @@ def _keys(branch: Branch, form: Form) -> str:
     packed = "as they are" if branch.values == AS_IS else (
         f"{branch.values} under {branch.scales} a {branch.group}, {branch.bytes} bytes")  # fmt: skip
     packed += {"slots": ", in slots of a cache", "step": ", of this step or in slots of a cache"}.get(branch.source, "")
-    return f"{branch.count} {branch.name}, hidden by {branch.mask}, {packed}; {blocks_of(branch)} blocks"
+    return f"{branch.count} {branch.name}, hidden by {branch.mask}, {packed}; {blocks_of(branch, form)} blocks"

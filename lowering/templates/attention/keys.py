@@ -1,7 +1,7 @@
 """keys: how a generated attention reads a branch of its keys: three functions of Triton a branch.
 
     at, seen = {name}_at(.., row, number, KEYS)    of the keys from number * KEYS on: which record, and whether seen
-    {name}_read(.., at, first, KEYS, WIDE)         units and scale bytes of some channels of theirs, as they lie
+    {name}_read(.., at, first, KEYS, WIDE, PACKED) units and scale bytes of some channels of theirs, as they lie
     {name}_tile(held, seen, KEYS, WIDE, PACKED)    bf16 [KEYS, WIDE], 0 of keys that are not seen
 
 A record is told by its number: slot * entries + place in a cache, row * count + key where records were handed over, and
@@ -12,10 +12,8 @@ seen is read all the same: masks of loads cost more than they save, and picks of
 from __future__ import annotations
 
 from v41.lowering.templates.attention.form import AS_IS, Branch, Form
-from v41.lowering.templates.decode import BYTES, UNIT
+from v41.lowering.templates.decode import BYTES, UNIT, folds
 from v41.lowering.templates.formats import indented
-
-WORD = 4  # bytes
 
 FROM_END = '''@triton.jit
 def from_end(number, count):
@@ -42,7 +40,7 @@ def places(branch: Branch) -> str:
 
 
 def pointers(branch: Branch) -> str:
-    """What `_read` is given in front, likewise: records as units, and once more as numbers that hold scales."""
+    """What `_read` is given in front, likewise: records as units, and once more as the bytes that scales are."""
     return ", ".join(pointer for operand in branch.records for pointer in twice(branch, operand))
 
 
@@ -67,12 +65,10 @@ def counted(form: Form) -> dict[str, tuple[str, int]]:
     return found
 
 
-def sizes_of(branch: Branch, width: int) -> tuple[int, int]:
-    """Bytes of the numbers that its units, and its scales, are read as: as wide as records lie, or single bytes."""
-    unit, scales = BYTES[branch.values], width // branch.group
-    values = branch.bytes - scales
-    fits = all(size % WORD == 0 for size in (scales, values))
-    return (unit if branch.bytes % unit == 0 else 1), (WORD if fits else 1)
+def size_of(branch: Branch) -> int:
+    """Bytes of the numbers that its units are read as: as wide as they are, or single bytes."""
+    unit = BYTES[branch.values]
+    return unit if branch.bytes % unit == 0 else 1
 
 
 def _at(branch: Branch) -> str:
@@ -122,7 +118,7 @@ def _home(branch: Branch, of: str, step: int) -> str:
 
 def _numbers(branch: Branch, width: int) -> str:
     return f"""@triton.jit
-def {branch.name}_read({pointers(branch)}, at, first, KEYS: tl.constexpr, WIDE: tl.constexpr):
+def {branch.name}_read({pointers(branch)}, at, first, KEYS: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr):
     home = {_home(branch, "", width)}
     return tl.load(home[:, None] + first + tl.arange(0, WIDE)[None, :])
 """
@@ -137,9 +133,8 @@ def {branch.name}_tile(held, seen, KEYS: tl.constexpr, WIDE: tl.constexpr, PACKE
 
 def _records(branch: Branch, width: int) -> str:
     unit, size = BYTES[branch.values], branch.bytes
-    scales = width // branch.group
-    loaded, word = sizes_of(branch, width)
-    if loaded == unit:
+    values = size - width // branch.group  # bytes
+    if size_of(branch) == unit:
         step = size // unit
         held = f"tl.load(home[:, None] + (first // {UNIT} + tl.arange(0, WIDE // {UNIT}))[None, :])"
     else:
@@ -147,36 +142,24 @@ def _records(branch: Branch, width: int) -> str:
         each = f"tl.arange(0, WIDE // {UNIT})[None, :, None] * {unit} + tl.arange(0, {unit})[None, None, :]"
         read = f"tl.load(home[:, None, None] + first // {UNIT} * {unit} + {each})"
         held = f"units_of({read}, KEYS, WIDE // {UNIT}, {unit})"
-    lines = [
-        f"home = {_home(branch, '', step)}",
-        f"held = {held}",
-        f"group = first // {branch.group}",
-        f"COUNT: tl.constexpr = WIDE // {branch.group}",
-        f"marks = {_home(branch, '_scales', size // word)} + {(size - scales) // word}",
-    ]
-    if word == WORD:
-        lines += [
-            f"if COUNT >= {WORD}:",
-            f"    words = tl.load(marks[:, None] + (group // {WORD} + tl.arange(0, COUNT // {WORD}))[None, :])",
-            f"    return held, bytes_of(words, KEYS, COUNT // {WORD}, {WORD})",
-            "else:",
-            f"    word = tl.load(marks + group // {WORD})[:, None]",
-            f"    return held, (word >> ((group % {WORD} + tl.arange(0, COUNT)) * 8)[None, :]) & 255",
-        ]
-    else:
-        lines.append("return held, tl.load(marks[:, None] + (group + tl.arange(0, COUNT))[None, :]).to(tl.int32)")
-    body = "\n".join(indented(lines))
+    group = f"({values} + first // {branch.group} + tl.arange(0, WIDE // {branch.group}))[None, :]"
     return f"""@triton.jit
-def {branch.name}_read({pointers(branch)}, at, first, KEYS: tl.constexpr, WIDE: tl.constexpr):
-{body}
+def {branch.name}_read({pointers(branch)}, at, first, KEYS: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr):
+    home = {_home(branch, "", step)}
+    held = {held}
+    home = {_home(branch, "_scales", size)}
+    return held, byte_of(home[:, None] + {group}, PACKED)
 """
 
 
 def _records_tile(branch: Branch, width: int) -> str:
+    """What is not seen may hold NaN. Codes of e2m1 have none, and under a scale of 0 they are 0."""
+    name = f"{branch.values}_{branch.scales}"
+    units = "units" if folds(branch.values, branch.scales) else "tl.where(seen[:, None], units, 0)"
     return f"""@triton.jit
 def {branch.name}_tile(held, seen, KEYS: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr):
     units, bytes = held
-    by = {branch.scales}_scale(tl.where(seen[:, None], bytes, 0))
+    by = {name}_scale(tl.where(seen[:, None], bytes, 0))
     by = spread(by, KEYS, WIDE // {branch.group}, {branch.group // UNIT})
-    return {branch.values}_keys(tl.where(seen[:, None], units, 0), by, KEYS, WIDE // {UNIT}, PACKED)
+    return {name}_keys({units}, by, KEYS, WIDE // {UNIT}, PACKED)
 """

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from v41.lowering.gpu import gpu_of
-from v41.lowering.rowwise.launch import DEEP, Call, Kernel, shared_memory
+from v41.lowering.rowwise.launch import DEEP, Call, Kernel, comes_up_early, shared_memory
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
 from v41.lowering.templates.attention.text import BLOCK
 from v41.lowering.templates.decode import packs
 from v41.lowering.templates.formats import NUMBERS
 
 BLACKWELL = 10  # compute capability from which results lie in tensor memory
+SCORING = {True: 8, False: 4}  # warps of a program that scores: of one that does both, too, or of chunks of channels
 
 
 @dataclass(frozen=True)
 class Spread:
-    """slice: channels a program, in two launches; 0: all of them, in one. warps: of each program, or of the last
-    launch; there `stages` blocks are under way. keys, first_warps: of each program of the first launch."""
+    """slice: channels a program, in two launches; 0: all of them, in one. warps: of each program of the last launch;
+    there `stages` tiles of keys are under way. early: it comes up while the first runs. whole: the first multiplies all
+    channels at once."""
 
     slice: int
     warps: int = 4
     stages: int = 1
-    keys: int = BLOCK
-    first_warps: int = 4
+    early: bool = False
+    whole: bool = True
 
 
-MOST_IN_TWO = 64  # rows, in two launches
-SPREADS = (  # most rows, schedule: the fastest of those that are tried on an H200, at 1 to 96 rows
-    (4, Spread(64, keys=16)),
+MOST_IN_TWO = 32  # rows, in two launches
+SPREADS = (  # most rows, schedule: the fastest of those that are tried on an H200
+    (4, Spread(32, early=True)),
     (MOST_IN_TWO, Spread(64)),
     (1 << 62, Spread(0, 8)),  # results of 64 heads by 512 channels fill the registers of 8 warps
 )
@@ -41,26 +43,25 @@ SPREADS = (  # most rows, schedule: the fastest of those that are tried on an H2
 
 @dataclass
 class AttentionKernel(Kernel):
-    """tiles: programs that hold the heads of a row, `heads` each; `blocks` of keys; width: of a head. narrow: channels
-    under one scale, below which no slice goes. sizes: bytes of the numbers that the units and the scales of packed
-    keys are read as. counted: operands, and axes of them whose sizes the kernel is told."""
+    """tiles: programs that hold the heads of a row, `heads` each; keys: tiles of them, and blocks in these; width: of a
+    head. narrow: channels under one scale, below which no slice goes. sizes: bytes of the numbers that the units of
+    packed keys are read as. counted: operands, and axes of them whose sizes the kernel is told."""
 
     heads: int
     tiles: int
-    blocks: int
+    keys: tuple[int, int]
     width: int
     narrow: int
-    sizes: dict[str, tuple[int, int]]
+    sizes: dict[str, int]
     counted: tuple[tuple[str, int], ...]
 
     def schedule_for(self, rows: int, device: torch.device) -> Spread:
         """By rows; the last that takes two launches where the device cannot hold the results of one."""
-        return by_rows(rows, takes_one_launch(device))
+        return fitted(by_rows(rows, takes_one_launch(device)), device)
 
     def candidates(self, rows: int, device: torch.device) -> list[Spread]:
-        two = [Spread(32, stages=3, keys=16), Spread(64, keys=16), Spread(64), Spread(64, stages=3), Spread(128),
-               Spread(128, 8), Spread(128, stages=3)]  # fmt: skip
-        return [Spread(0, 8), *two] if takes_one_launch(device) else two
+        two = [Spread(32, early=True), Spread(32), Spread(64), Spread(64, 8), Spread(64, stages=3), Spread(128, 8)]
+        return [Spread(0, 8), *two] if takes_one_launch(device) else [fitted(each, device) for each in two]
 
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
         read, rows, device = self.given(tensors)
@@ -69,31 +70,41 @@ class AttentionKernel(Kernel):
         outputs, programs = self.results(rows, device), rows * self.tiles
         whole = chosen.slice == 0
         wide = self.width if whole else min(self.width, max(chosen.slice, self.narrow))
-        keys = self.blocks * BLOCK
-        scores = torch.empty(0 if whole else programs * keys * self.heads, dtype=torch.float32, device=device)
-        steps = ((ALL, 1),) if whole else ((FIRST, keys // chosen.keys), (LATER, self.width // wide))
-        constants = {"SLICE": wide, "KEYS": chosen.keys, "STAGES": chosen.stages, "PACKED": packs(device)}
-        launches = [((programs, parts), {**constants, "STEP": step}) for step, parts in steps if rows]
-        options = {"num_warps": chosen.warps if whole else chosen.first_warps, "enable_fp_fusion": False}
+        tiles, blocks = self.keys
+        early = not whole and chosen.early and comes_up_early(device)
+        kept = 0 if whole else programs * blocks * self.heads
+        parts = torch.empty(kept * BLOCK, dtype=torch.bfloat16, device=device)
+        tops = torch.empty(kept * 2, dtype=torch.float32, device=device)
+        steps = ((ALL, 1),) if whole else ((FIRST, tiles), (LATER, self.width // wide))
+        constants = {"SLICE": wide, "STAGES": chosen.stages, "WHOLE": chosen.whole, "PDL": int(early),
+                     "PACKED": packs(device)}  # fmt: skip
+        launches = [((programs, count), {**constants, "STEP": step}) for step, count in steps if rows]
+        options = {"num_warps": SCORING[chosen.whole], "enable_fp_fusion": False}
+        late = {"num_warps": chosen.warps, **({"launch_pdl": True} if early else {})}
         numbers = [of[name].shape[axis] for name, axis in self.counted]
-        arguments = [*self.pointers(of), *outputs, scores, *numbers]
-        return Call(launches, arguments, options, outputs, late={"num_warps": chosen.warps})
+        arguments = [*self.pointers(of), *outputs, parts, tops, *numbers]
+        return Call(launches, arguments, options, outputs, late=late)
 
     def by_name(self, read: Sequence[Tensor]) -> dict[str, Tensor]:
         names = (what.name for what in self.inputs if what is not None)
         return dict(zip(names, read, strict=True))
 
     def pointers(self, of: Mapping[str, Tensor]) -> list[Tensor]:
-        """The inputs; packed keys twice, as numbers that hold a unit and as such that hold scales."""
+        """The inputs; packed keys twice, as numbers that hold a unit and as bytes."""
         found = []
         for name, tensor in of.items():
-            sizes = self.sizes.get(name)
-            found += [tensor] if sizes is None else [tensor.view(NUMBERS[size]) for size in sizes]
+            size = self.sizes.get(name)
+            found += [tensor] if size is None else [tensor.view(NUMBERS[size]), tensor]
         return found
 
 
 def by_rows(rows: int, one_launch: bool) -> Spread:
     return next(spread for most, spread in SPREADS if (rows if one_launch else min(rows, MOST_IN_TWO)) <= most)
+
+
+def fitted(spread: Spread, device: torch.device) -> Spread:
+    """In chunks of channels where shared memory does not hold all of queries and keys."""
+    return replace(spread, whole=shared_memory(device) >= DEEP)
 
 
 def takes_one_launch(device: torch.device) -> bool:

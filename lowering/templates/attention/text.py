@@ -1,42 +1,64 @@
 """text: the Triton source of an attention, specialised to its Form; keys.py has how it reads and decodes records.
 
-    scores     x = scale q.k of some keys                                          a program a row and keys
-    values     top, total, p  <-  weigh(x), block after block, each relative    a program a row and slice
-               to the largest score so far; o / (total + exp(sink - top))          of channels
-    both       in one program, x never leaves it                                   a program a row
+    scores     x = scale log2(e) q.k of a tile of keys; own, p, sums  <-  weigh(x)      a program a row and tile
+    values     o = sum over keys of p 2^(own - top), rounded to bf16, times k           a program a row and slice
+               y = o / (total + exp(sink - top))                                        of channels
+    both       in one program, tile after tile: what came before is multiplied by       a program a row
+               2^(top - higher) where a tile has a score above top
 
-Many rows take one launch of "both"; few take the other two, so that a row keeps many programs busy. Each way does the
-same operations on the same numbers in the same order: blocks of keys are what a softmax is relative to, slices of
-channels change nothing, a sum over channels is the same in one product as in four that go on from each other, and
-totals add neighbours in pairs. So a row's bits depend on neither the way nor the batch.
+Many rows take one launch of "both"; few take the other two, so that a row keeps many programs busy. A row's bits depend
+on neither the way nor the batch. For p is made relative to the largest score of a block of keys, rounded up to a whole
+number: what it is multiplied by later are powers of two, and these change no digit of p, of a product with it or of a
+sum, wherever they are applied (of what is less than 2^-126 of the largest, nothing is left). Sums go by keys, sixteen
+at a time, totals by blocks; slices of channels change nothing.
 
 Channels of a tile stand as keys have them once decoded (../decode.py); what is written stands as the model has it.
 "both" sends its queries through memory, turned and in that order, since tensor cores take them from where they were
-loaded, else from registers, block after block. Its x stands in an `if`, which skips blocks that nobody sees: without
-that border Triton lays x out for the product behind it, in which half of a program does the whole of x.
+loaded, else from registers, block after block. Two things keep Triton from laying x or o out for a product that comes
+later, in which half of a program does the whole of it: x stands in an `if`, which skips blocks that nobody sees, and no
+loop is known to go round once, which would be none.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from v41.lowering.rowwise.schedule import FIRST, LATER
 from v41.lowering.templates.attention.form import AS_IS, Branch, Form
 from v41.lowering.templates.attention.keys import FROM_END, branch_text, counted, parameters, places, pointers
-from v41.lowering.templates.decode import ORDER, PART, SCALES, SPREAD, UNIT, keys_text
-from v41.lowering.templates.formats import ADDED, HEAD, indented
+from v41.lowering.templates.decode import ORDER, PART, SPREAD, UNIT, gain_of, keys_text
+from v41.lowering.templates.formats import ADDED, DECODERS, HEAD, indented
 
-BLOCK = 64  # keys that are weighed at once, as in DeepSeek's own: it is part of the result. See SHORTEST in form.py
+BLOCK = 64  # keys that one maximum is over: it is part of the result. See SHORTEST in form.py
 HEADS_AT_ONCE, LEAST_HEADS = 64, 16  # rows of a tile that the tensor cores take
-CHUNK = 128  # channels of a product where few keys are scored: what registers hold while it is decoded
+CHUNK = 128  # channels of a product, where shared memory does not hold all
 
-WEIGH = '''@triton.jit
-def weigh(x, top, total, ROWS: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
-    """One more block of scores: the largest so far, the total, how far what came before fades, and p."""
-    higher = tl.maximum(top, tl.max(x, 1))
-    fade = tl.exp(top - higher)
-    p = tl.exp(x - higher[:, None])
-    return higher, total * fade + added(p, ROWS, COUNT, LEVELS), fade[:, None], p.to(tl.bfloat16)
+WEIGH = f'''@triton.jit
+def power(n):
+    """2^n, exactly; 0 below 2^-126. n: whole numbers up to 0"""
+    return ((tl.maximum(n, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weigh(x, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Scores [ROWS, BLOCKS * {BLOCK}] in powers of two -> of each block the least whole number that none is above, p
+    relative to it and their sum: [ROWS, BLOCKS], [ROWS, BLOCKS, {BLOCK}], [ROWS, BLOCKS]."""
+    x = tl.reshape(x, [ROWS, BLOCKS, {BLOCK}])
+    own = tl.ceil(tl.maximum(tl.max(x, 2), -1e30))
+    p = tl.exp2(x - own[:, :, None])
+    sums = added(tl.reshape(p, [ROWS * BLOCKS, {BLOCK}]), ROWS * BLOCKS, {BLOCK}, {BLOCK.bit_length() - 1})
+    return own, p, tl.reshape(sums, [ROWS, BLOCKS])
+
+
+@triton.jit
+def summed(total, sums, by, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """total and the sums of blocks, one after the other"""
+    if BLOCKS == 2:
+        first, second = tl.split(sums * by)
+        return total + first + second
+    else:
+        return total + tl.reshape(sums * by, [ROWS])
 '''
 
 
@@ -46,8 +68,8 @@ def text(form: Form, name: str, operands: list[str]) -> str:
     parts = [HEAD, ADDED, WEIGH, ORDER]
     if packed:
         parts.append(SPREAD)
-        parts += [SCALES[kind] for kind in dict.fromkeys(branch.scales for branch in packed)]
-        parts += [keys_text(kind) for kind in dict.fromkeys(branch.values for branch in packed)]
+        parts += [DECODERS[kind] for kind in dict.fromkeys(branch.values for branch in packed)]
+        parts += [keys_text(*kinds) for kinds in dict.fromkeys((branch.values, branch.scales) for branch in packed)]
     parts += [turn_text(form)] if any(form.turns) else []
     parts += [FROM_END] if counted(form) else []
     parts += [branch_text(branch, form.width) for branch in form.branches]
@@ -61,8 +83,24 @@ def tile_of_heads(form: Form) -> tuple[int, int]:
     return at_once, -(-form.heads // at_once)
 
 
-def blocks_of(branch: Branch) -> int:
-    return -(-branch.count // BLOCK)
+def tile_of(branch: Branch, form: Form) -> int:
+    """Keys that a program decodes at once: two blocks, where what is read of them fits its registers beside o, and they
+    shared memory. With fewer heads products take both operands from registers, and keys lie there in two orders."""
+    pays = branch.values == "e2m1" and branch.count > BLOCK and tile_of_heads(form)[0] == HEADS_AT_ONCE
+    return 2 * BLOCK if pays else BLOCK
+
+
+def tiles_of(branch: Branch, form: Form) -> int:
+    return -(-branch.count // tile_of(branch, form))
+
+
+def blocks_of(branch: Branch, form: Form) -> int:
+    """Those behind the last key are of the last tile."""
+    return tiles_of(branch, form) * tile_of(branch, form) // BLOCK
+
+
+def all_blocks(form: Form) -> int:
+    return sum(blocks_of(branch, form) for branch in form.branches)
 
 
 def turn_text(form: Form) -> str:
@@ -85,26 +123,30 @@ class Channels:
     """Of the channels of a tile: from `first` on, `wide` of them."""
 
     first: str
-    wide: int
+    wide: int | str
 
     @property
     def each(self) -> str:
         return f"{self.first} + tl.arange(0, {self.wide})[None, :]"
 
 
+def turning(form: Form) -> int:
+    """Channels of a tile that holds all that turns."""
+    return max(UNIT, 1 << (form.rotary - 1).bit_length())
+
+
 def last_of(form: Form) -> Channels:
-    """A tile that holds all that turns."""
-    wide = max(UNIT, 1 << (form.rotary - 1).bit_length())
-    return Channels(str(form.width - wide), wide)
+    """That tile."""
+    return Channels(str(form.width - turning(form)), turning(form))
 
 
 def kernel_text(form: Form, name: str, operands: list[str]) -> str:
     rows, tiles = tile_of_heads(form)
-    constants = ("SLICE", "STEP", "KEYS", "STAGES", "PACKED")
+    constants = ("SLICE", "STEP", "STAGES", "WHOLE", "PDL", "PACKED")
     numbers = list(counted(form))
     lines = [
         f"@triton.jit(do_not_specialize={numbers})" if numbers else "@triton.jit",
-        f"def {name}({', '.join([*parameters(form, operands), 'out', 'scores', *numbers])},",
+        f"def {name}({', '.join([*parameters(form, operands), 'out', 'parts', 'tops', *numbers])},",
         f"    {', '.join(f'{each}: tl.constexpr' for each in constants)}):",
         f"    row = (tl.program_id(0) // {tiles}).to(tl.int64)",
         f"    head = tl.program_id(0) % {tiles} * {rows} + tl.arange(0, {rows})",
@@ -131,77 +173,136 @@ def _turned(x: str, form: Form, which: int, channels: Channels, rows: int) -> st
     return f"turn({x}, cos, sin, row, {channels.first}, {sign}, {rows}, {channels.wide})" if sign else x
 
 
-def _at(branch: Branch, number: str, keys: str) -> str:
-    """Which records the keys of a block are, and which keys are seen."""
-    return f"at, seen = {branch.name}_at({places(branch)}, row, {number}, {keys})"
+def _at(branch: Branch, form: Form) -> str:
+    """Which records the keys of a tile are, and which keys are seen."""
+    return f"at, seen = {branch.name}_at({places(branch)}, row, number, {tile_of(branch, form)})"
 
 
-def _read(branch: Branch, held: str, keys: str, channels: Channels | str) -> str:
+def _read(branch: Branch, form: Form, channels: Channels, held: str = "held") -> str:
     """What some channels of these are held as."""
-    first, wide = (channels.first, channels.wide) if isinstance(channels, Channels) else ("first", channels)
-    return f"{held} = {branch.name}_read({pointers(branch)}, at, {first}, {keys}, {wide})"
+    keys = tile_of(branch, form)
+    return f"{held} = {branch.name}_read({pointers(branch)}, at, {channels.first}, {keys}, {channels.wide}, PACKED)"
 
 
-def _starts(form: Form) -> list[tuple[Branch, int]]:
-    """Branches with the number of blocks before each."""
-    found, start = [], 0
+def _decoded(branch: Branch, form: Form, channels: Channels, held: str = "held") -> str:
+    return f"{branch.name}_tile({held}, seen, {tile_of(branch, form)}, {channels.wide}, PACKED)"
+
+
+def _weighed(branch: Branch, form: Form, rows: int) -> list[str]:
+    """own, p and sums of a tile of keys."""
+    scale = form.scale * math.log2(math.e) * _gain(branch)
+    return [
+        f'x = tl.where(seen[None, :], x * {scale!r}, float("-inf"))',
+        f"own, p, sums = weigh(x, {rows}, {tile_of(branch, form) // BLOCK})",
+    ]
+
+
+def _gain(branch: Branch) -> float:
+    return 1.0 if branch.values == AS_IS else gain_of(branch.values, branch.scales)
+
+
+def _blocks(branch: Branch, form: Form, rows: int, start: int) -> list[str]:
+    """Where a tile's blocks are among those of this program's row and heads, and what is said of each: its own number,
+    and behind those of all heads its sum."""
+    count = tile_of(branch, form) // BLOCK
+    return [
+        f"block = blocks + {start} + number * {count} + tl.arange(0, {count})",
+        f"mark = tops + block[None, :] * {2 * rows} + tl.arange(0, {rows})[:, None]",
+    ]
+
+
+def _part(rows: int) -> str:
+    """Where p of these is: block after block [rows, BLOCK]."""
+    inner = f"tl.arange(0, {rows})[:, None, None] * {BLOCK} + tl.arange(0, {BLOCK})[None, None, :]"
+    return f"parts + block[None, :, None] * {rows * BLOCK} + {inner}"
+
+
+def _starts(form: Form) -> list[tuple[Branch, int, int]]:
+    """Branches with the number of tiles and of blocks before each."""
+    found, tiles, blocks = [], 0, 0
     for branch in form.branches:
-        found.append((branch, start))
-        start += blocks_of(branch)
+        found.append((branch, tiles, blocks))
+        tiles, blocks = tiles + tiles_of(branch, form), blocks + blocks_of(branch, form)
     return found
 
 
 # ---- scores and values
 
 
-def _place(form: Form, rows: int, key: str, keys: str) -> str:
-    """Where scores of this program's row and heads lie: block after block [heads, BLOCK], from key number `key` on."""
-    total = sum(map(blocks_of, form.branches))
-    block = f"(tl.program_id(0).to(tl.int64) * {total} + {key} // {BLOCK}) * {rows}"
-    return f"({block} + tl.arange(0, {rows}))[:, None] * {BLOCK} + {key} % {BLOCK} + tl.arange(0, {keys})[None, :]"
+def _first_block(form: Form) -> str:
+    return f"blocks = tl.program_id(0).to(tl.int64) * {all_blocks(form)}"
 
 
 def _scores(form: Form, rows: int) -> list[str]:
-    """Of the KEYS that this program has."""
-    wide, kept = min(CHUNK, form.width), form.width - form.rotary
+    """Of the tile that this program has."""
+    lines = [
+        "if PDL:  # the second launch may come up while this one runs",
+        "    tl.extra.cuda.gdc_launch_dependents()",
+        _first_block(form),
+    ]
+    for branch, tiles, blocks in _starts(form):
+        body = [
+            f"number = tl.program_id(1) - {tiles}",
+            _at(branch, form),
+            "if WHOLE:",
+            *indented(_product(branch, form, rows, form.width)),
+            "else:",
+            *indented(_product(branch, form, rows, min(CHUNK, form.width))),
+            *_weighed(branch, form, rows),
+            *_blocks(branch, form, rows, blocks),
+            f"tl.store({_part(rows)}, p.to(tl.bfloat16))",
+            "tl.store(mark, own)",
+            f"tl.store(mark + {rows}, sums)",
+        ]
+        end = tiles + tiles_of(branch, form)
+        lines += [f"if (tl.program_id(1) >= {tiles}) & (tl.program_id(1) < {end}):", *indented(body)]
+    return lines
+
+
+def _product(branch: Branch, form: Form, rows: int, wide: int) -> list[str]:
+    """x of a tile of keys, by so many channels at a time, all of them asked for at once."""
     chunks = [Channels(str(first), wide) for first in range(0, form.width, wide)]
     load, _ = _masked(form, rows)
-    lines = ["start = tl.program_id(1) * KEYS", f"place = scores + {_place(form, rows, 'start', 'KEYS')}"]
+    lines = [_read(branch, form, chunk, f"held{i}") for i, chunk in enumerate(chunks)]
     for i, chunk in enumerate(chunks):
+        turns = int(chunk.first) + wide > form.width - form.rotary
         lines.append(f"q{i} = tl.load(queries + home + {chunk.each}{load})")
-        if int(chunk.first) + wide > kept and form.turns[0]:
-            lines.append(f"q{i} = {_turned(f'q{i}', form, 0, chunk, rows)}")
-        lines.append(f"q{i} = ordered(q{i}, {rows}, {wide // UNIT})")
-    for branch, start in _starts(form):
-        end = (start + blocks_of(branch)) * BLOCK
-        tile = f"{branch.name}_tile(held{{i}}, seen, KEYS, {wide}, PACKED).trans()"
-        body = [
-            f"number = tl.program_id(1) - {start * BLOCK} // KEYS",
-            _at(branch, "number", "KEYS"),
-            *(_read(branch, f"held{i}", "KEYS", chunk) for i, chunk in enumerate(chunks)),
-            f"x = tl.dot(q0, {tile.format(i=0)})",
-            *(f"x = tl.dot(q{i}, {tile.format(i=i)}, x)" for i in range(1, len(chunks))),
-            f'tl.store(place, tl.where(seen[None, :], x * {form.scale!r}, float("-inf")))',
-        ]
-        lines += [f"if (start >= {start * BLOCK}) & (start < {end}):", *indented(body)]
+        lines.append(f"q{i} = ordered({_turned(f'q{i}', form, 0, chunk, rows) if turns else f'q{i}'}, "
+                     f"{rows}, {wide // UNIT})")  # fmt: skip
+    for i, chunk in enumerate(chunks):
+        lines.append(f"x = tl.dot(q{i}, {_decoded(branch, form, chunk, f'held{i}')}.trans(){', x' if i else ''})")
     return lines
 
 
 def _values(form: Form, rows: int) -> list[str]:
-    """SLICE channels of the output, from scores that were computed before."""
+    """SLICE channels of the output, from p that was computed before."""
     _, store = _masked(form, rows)
-    lines = ["first = tl.program_id(1) * SLICE", *_empty(rows, "SLICE")]
-    for branch, start in _starts(form):
+    slice_ = Channels("first", "SLICE")
+    total = all_blocks(form)
+    lines = [
+        "first = tl.program_id(1) * SLICE",
+        _first_block(form),
+        "if PDL:  # until all that the first launch stored is there",
+        "    tl.extra.cuda.gdc_wait()",
+        f"heads = tl.arange(0, {rows})",
+        *_empty(rows, "SLICE"),
+        f"for each in tl.static_range({total}):",
+        f"    top = tl.maximum(top, tl.load(tops + (blocks + each) * {2 * rows} + heads))",
+        f"for each in tl.static_range({total}):",
+        f"    said = tops + (blocks + each) * {2 * rows} + heads",
+        f"    total += tl.load(said + {rows}) * power(tl.load(said) - top)",
+    ]
+    for branch, _, start in _starts(form):
         body = [
-            _at(branch, "number", str(BLOCK)),
-            _read(branch, "held", str(BLOCK), "SLICE"),
-            f"x = tl.load(scores + {_place(form, rows, f'(number + {start}) * {BLOCK}', str(BLOCK))})",
-            f"k = {branch.name}_tile(held, seen, {BLOCK}, SLICE, PACKED)",
-            _weighed(rows),
-            "o = tl.dot(p, k, o * fade)",
+            _at(branch, form),
+            _read(branch, form, slice_),
+            *_blocks(branch, form, rows, start),
+            f"by = power(tl.load(mark) - top[:, None]) * {_gain(branch)}",
+            f"p = tl.load({_part(rows)}) * by.to(tl.bfloat16)[:, :, None]",
+            f"k = {_decoded(branch, form, slice_)}",
+            f"o = tl.dot(tl.reshape(p, [{rows}, {tile_of(branch, form)}]), k, o)",
         ]
-        lines += [f"for number in tl.range(0, {blocks_of(branch)}, num_stages=STAGES):"]
-        lines += indented(body)
+        lines += [f"for number in tl.range(0, {tiles_of(branch, form)}, num_stages=STAGES):", *indented(body)]
     lines += [*_divided(form), f"y = restored(y, {rows}, SLICE // {UNIT})"]
     if form.turns[1]:
         lines.append(f"y = turn(y, cos, sin, row, first, {form.turns[1]}, {rows}, SLICE)")
@@ -216,13 +317,10 @@ def _empty(rows: int, wide: int | str) -> list[str]:
     ]
 
 
-def _weighed(rows: int) -> str:
-    return f"top, total, fade, p = weigh(x, top, total, {rows}, {BLOCK}, {BLOCK.bit_length() - 1})"
-
-
 def _divided(form: Form) -> list[str]:
+    sink = f"tl.load(sink + head, mask=head < {form.heads}, other=0.0).to(tl.float32)"
     return [
-        f"total += tl.exp(tl.load(sink + head, mask=head < {form.heads}, other=0.0).to(tl.float32) - top)",
+        f"total += tl.exp2({sink} * {math.log2(math.e)!r} - top)",
         "y = (o * (1.0 / total)[:, None]).to(tl.bfloat16)",
     ]
 
@@ -234,23 +332,29 @@ def _both(form: Form, rows: int) -> list[str]:
     all_ = Channels("0", form.width)
     load, store = _masked(form, rows)
     lines = [f"channel = tl.arange(0, {form.width})[None, :]", *_queries(form, rows), *_empty(rows, form.width)]
-    for branch, _ in _starts(form):
-        scored = [
+    for branch in form.branches:
+        keys = tile_of(branch, form)
+        weighed = [
             "x = tl.dot(q, k.trans())",
-            f'x = tl.where(seen[None, :], x * {form.scale!r}, float("-inf"))',
-            _weighed(rows),
+            *_weighed(branch, form, rows),
+            "higher = tl.maximum(top, tl.max(own, 1))",
+            "fade = power(top - higher)",
+            "by = power(own - higher[:, None])",
+            f"total = summed(total * fade, sums, by, {rows}, {keys // BLOCK})",
+            f"p = tl.reshape(p * (by * {_gain(branch)})[:, :, None], [{rows}, {keys}]).to(tl.bfloat16)",
+            "top = higher",
         ]
         body = [
-            _at(branch, "number", str(BLOCK)),
-            _read(branch, "held", str(BLOCK), all_),
-            f"k = {branch.name}_tile(held, seen, {BLOCK}, {form.width}, PACKED)",
-            f"fade = tl.full([{rows}, 1], 1.0, tl.float32)",
-            f"p = tl.zeros([{rows}, {BLOCK}], tl.bfloat16)",
+            _at(branch, form),
+            _read(branch, form, all_),
+            f"k = {_decoded(branch, form, all_)}",
+            f"fade = tl.full([{rows}], 1.0, tl.float32)",
+            f"p = tl.zeros([{rows}, {keys}], tl.bfloat16)",
             "if tl.max(seen.to(tl.int32), 0) > 0:",
-            *indented(scored),
-            "o = tl.dot(p, k, o * fade)",
+            *indented(weighed),
+            "o = tl.dot(p, k, o * fade[:, None])",
         ]
-        lines += [f"for number in tl.range(0, {blocks_of(branch)}, num_stages=1):"]
+        lines += [f"for number in tl.range(0, {tiles_of(branch, form)} * tl.num_programs(1), num_stages=1):  # by one"]
         lines += indented(body)
     lines += [
         *_divided(form),
@@ -271,26 +375,22 @@ def _both(form: Form, rows: int) -> list[str]:
 def _queries(form: Form, rows: int) -> list[str]:
     """Turned, and in the order of decoded keys, through this row's place in `out`: what turns is a tile of its own."""
     load, store = _masked(form, rows)
-    lines = [
-        f"q = tl.load(queries + home + channel{load})",
-        f"q = ordered(q, {rows}, {form.width // UNIT})",
-    ]
+    ordered = f"ordered(q, {rows}, {form.width // UNIT})"
+    lines = [f"q = tl.load(queries + home + channel{load})"]
     if not form.turns[0]:
-        lines.append(f"tl.store(out + home + channel, q{store})")
+        lines.append(f"tl.store(out + home + channel, {ordered}{store})")
     else:
         last, part = last_of(form), min(PART, form.width // UNIT)
-        run = UNIT * part
-        stands = (
-            f"channel // {run} * {run} + channel % {part} * {UNIT} < {last.first}"  # channels of a unit go together
-        )
+        run, units = UNIT * part, turning(form) // UNIT
+        stands = f"channel // {run} * {part} + channel % {part} < {int(last.first) // UNIT}"  # their units do
         here = " & here" if store else ""
-        units = last.wide // UNIT
         lines += [
-            f"tl.store(out + home + channel, q, mask=({stands}){here})",
-            f"q = {_turned(f'tl.load(queries + home + {last.each}{load})', form, 0, last, rows)}",
-            f"q = tl.permute(tl.reshape(q, [{rows}, {units}, {UNIT}]), (0, 2, 1))",
+            f"turned = tl.load(queries + home + {last.each}{load})",
+            f"tl.store(out + home + channel, {ordered}, mask=({stands}){here})",
+            f"turned = {_turned('turned', form, 0, last, rows)}",
+            f"turned = tl.permute(tl.reshape(turned, [{rows}, {units}, {UNIT}]), (0, 2, 1))",
             f"unit = {int(last.first) // UNIT} + tl.arange(0, {units})[None, None, :]",
             f"place = unit // {part} * {run} + unit % {part} + tl.arange(0, {UNIT})[None, :, None] * {part}",
-            f"tl.store(out + home[:, :, None] + place, q{', mask=here[:, :, None]' if store else ''})",
+            f"tl.store(out + home[:, :, None] + place, turned{', mask=here[:, :, None]' if store else ''})",
         ]
     return [*lines, "tl.debug_barrier()", f"q = tl.load(out + home + channel{load})"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -17,10 +18,12 @@ from tests.lowering.templates.regions import by_role, inputs_of, kernel_of, piec
 from tests.strategies.attention import Spelling
 from tests.triton_interpreter import Interpreter
 from v41.lowering.generated import GeneratedPiece, generate_piece
+from v41.lowering.gpu import as_on
 from v41.lowering.rowwise import Unsupported
 from v41.lowering.templates.attention import AttentionKernel, Spread, generate
 from v41.lowering.templates.attention.form import KIND, RULES, form_of
-from v41.lowering.templates.attention.launch import by_rows
+from v41.lowering.templates.attention.launch import MOST_IN_TWO, by_rows
+from v41.lowering.templates.attention.text import blocks_of, tile_of
 from v41.lowering.templates.lone import lone_region
 from v41.passes.attention_core import attend
 from v41.passes.turns import turn
@@ -36,7 +39,8 @@ CASES = (
     Spelling(records="window", rope="slices", picked=3, window=33, width=64),  # numbers as they are behind records
     Spelling(records="none", picked=None, heads=1, window=5, width=64),
 )
-SPREADS = (Spread(0, 8), Spread(16, stages=3, keys=16), Spread(32))
+TILED = Spelling(window=3, picked=130, heads=33, width=64, rotary=16)  # two blocks a tile; one is behind the last key
+SPREADS = (Spread(0, 8), Spread(16, stages=3), Spread(32, whole=False))
 MANY = Spelling(records="none", rope="none", picked=None, window=2, heads=70, width=64)  # more heads than a tile holds
 
 
@@ -101,6 +105,15 @@ def test_every_form_attends(interpreter: Interpreter, spelling: Spelling) -> Non
     check_contract(spelling, inputs, interpret(interpreter, kernel_of(spelling), inputs, SPREADS[0])[0])
 
 
+def test_two_blocks_of_a_tile_have_the_bits_that_they_have_one_after_the_other(interpreter: Interpreter) -> None:
+    """What p and o are multiplied by is exact wherever it is applied: the second launch knows the last top at once."""
+    form = form_of(lone_region(piece(TILED), KIND))
+    assert [(tile_of(branch, form), blocks_of(branch, form)) for branch in form.branches] == [(64, 1), (128, 4)]
+    inputs = inputs_of(piece(TILED), TILED, 1)
+    by_role(piece(TILED), inputs)["picks"][0, 64:] = -1  # of the second tile nothing is seen
+    check_contract(TILED, inputs, check_same_bits(interpreter, TILED, inputs))
+
+
 def test_more_heads_than_a_tile_holds(interpreter: Interpreter) -> None:
     inputs = inputs_of(piece(MANY), MANY, 2)
     check_contract(MANY, inputs, check_same_bits(interpreter, MANY, inputs))
@@ -117,13 +130,27 @@ def test_wide_heads_have_the_same_bits_whether_summed_in_one_product_or_in_sever
         check_contract(spelling, inputs, check_same_bits(interpreter, spelling, inputs))
 
 
-def test_p_is_rounded_where_the_model_rounds_it(interpreter: Interpreter) -> None:
-    """Of one block of keys the largest score is the model's, so are the bits; unrounded p changes one in four."""
+def test_p_is_rounded_relative_to_a_power_of_two_above_the_largest_score(interpreter: Interpreter) -> None:
+    """Of one block of keys; unrounded p, or p relative to the largest score itself, changes more than one in four."""
     spelling = CASES[-1]
     inputs = inputs_of(piece(spelling), spelling, 12)
     (ours,) = interpret(interpreter, kernel_of(spelling), inputs, SPREADS[0])
-    eager = piece(spelling)(*inputs)[0]
-    assert (ours == eager).double().mean() > 0.98
+    given = by_role(piece(spelling), inputs)
+    q, cos, sin = given["queries"].double(), given["cos"].double()[:, None], given["sin"].double()[:, None]
+    q = turn(q.reshape(12, spelling.heads, spelling.width), cos, sin, "adjacent", "last").bfloat16().double()
+    k, seen = given["window"].double(), given["visible"][:, None]
+    x = (torch.einsum("thd,tkd->thk", q, k) * spelling.width**-0.5).masked_fill(~seen, -torch.inf) * math.log2(math.e)
+    above = x.amax(-1, keepdim=True).clamp(min=-1e30).ceil()
+    p, sink = (x - above).exp2(), (given["sink"].double()[:, None] * math.log2(math.e) - above).exp2()
+
+    def same(p: Tensor, rounded: Tensor) -> float:
+        o = (torch.einsum("thk,tkd->thd", rounded, k) / (p.sum(-1, keepdim=True) + sink)).bfloat16().double()
+        o = turn(o, cos, -sin, "adjacent", "last").bfloat16()
+        return (ours.reshape(o.shape) == o).double().mean().item()
+
+    top = (x - x.amax(-1, keepdim=True).clamp(min=-1e30)).exp2()
+    assert same(p, p.bfloat16().double()) > 0.98
+    assert same(p, p) < 0.75 and same(p, top.bfloat16().double() * (p / top.clamp(min=1e-300))) < 0.75
 
 
 def test_what_hidden_keys_and_other_rows_hold_reaches_no_row(interpreter: Interpreter) -> None:
@@ -160,8 +187,22 @@ def test_few_rows_are_spread_over_programs_and_many_are_not() -> None:
     launches = [kernel.prepare(inputs_of(piece(MODEL), MODEL, rows)).launches for rows in (1, 100)]
     assert [len(each) for each in launches] == [2, 1]
     assert launches[1][0][0] == (100, 1)
-    assert by_rows(100, one_launch=False) == by_rows(64, one_launch=True) == by_rows(33, one_launch=False)
+    assert by_rows(100, one_launch=False) == by_rows(MOST_IN_TWO, one_launch=True) == by_rows(9, one_launch=False)
     assert by_rows(1, one_launch=False) == by_rows(1, one_launch=True)
+
+
+@pytest.mark.parametrize(("arch", "early"), [("sm_80", False), ("sm_90", True), ("sm_100", True)])
+def test_the_second_launch_comes_up_early_where_few_programs_run(arch: str, early: bool) -> None:
+    """Where more run, its programs would crowd on what the first leaves free. Little memory holds few channels."""
+    kernel = kernel_of(MODEL)
+    with as_on(arch):
+        few, more = (kernel.prepare(inputs_of(piece(MODEL), MODEL, rows)).steps() for rows in (1, 16))
+    for steps, up in ((few, early), (more, False)):
+        assert ["launch_pdl" in options for *_, options in steps] == [False, up]
+        assert all(constants["PDL"] == up for _, constants, _ in steps)
+        assert all(constants["WHOLE"] == (arch != "sm_80") for _, constants, _ in steps)
+        assert steps[0][2]["num_warps"] == (4 if arch == "sm_80" else 8)
+    assert kernel.source.index("gdc_wait()") < kernel.source.index("tl.load(tops")
 
 
 def test_a_piece_that_attends_is_generated_by_the_template() -> None:

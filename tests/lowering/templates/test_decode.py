@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.triton_interpreter import Interpreter
-from v41.lowering.templates.decode import BYTES, ORDER, SCALES, SPREAD, asm, keys_text
-from v41.lowering.templates.formats import HEAD
+from v41.lowering.templates.decode import BYTES, FOLDED, ORDER, PART, SPREAD, asm, folds, gain_of, keys_text
+from v41.lowering.templates.formats import DECODERS, HEAD
 from v41.model_def.quantization import FP4_RECORD, FP8_RECORD, MXFP4_RECORD, Record
 
 RECORDS: dict[str, tuple[Record, str]] = {"e2m1": (MXFP4_RECORD, "ue8m0"), "e4m3": (FP8_RECORD, "ue8m0"),
@@ -60,10 +60,9 @@ def fp16(half: Tensor) -> Tensor:
 
 OPS: dict[str, Callable[..., Tensor]] = {  # on registers held as int64
     "mov.b32": lambda a: a,
-    "shl.b32": lambda a, by: a << by & 0xFFFFFFFF,
     "shr.b32": lambda a, by: a >> by,
     "and.b32": lambda a, b: a & b,
-    "lop3.b32": lambda a, b, c, table: a & b | c if (table == 0xEA).all() else NotImplemented,
+    "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
     "mul.bf16x2": lambda a, b: as_bits(as_pairs(a) * as_pairs(b)),
     "prmt.b32": permuted,
     "cvt.u16.u32": lambda a: a & HALVES,
@@ -79,7 +78,7 @@ def run(text: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     for line in text.splitlines():
         match = re.fullmatch(r"([\w.]+) (.*);", line)
         if match is None or match[1] not in OPS:
-            assert line.startswith("{ .reg") or line in "{}", line
+            assert line.startswith(("{ .reg", ".reg")) or line in "{}", line
         elif match[2].startswith("{low, high}"):
             both = values[match[2].split(", ")[-1]]
             values["low"], values["high"] = both & HALVES, both >> 16 & HALVES
@@ -102,10 +101,10 @@ def cases(values: str) -> tuple[Tensor, Tensor]:
 
 
 def scales_of(scale: Tensor, kind: str) -> Tensor:
-    """Bits of bf16 of scale bytes."""
+    """Scale bytes as bf16."""
     if kind == "ue8m0":
-        return (scale << 7).clamp(min=64)
-    return scale.to(torch.uint8).view(torch.float8_e4m3fn).bfloat16().view(torch.int16).long() & HALVES
+        return (scale << 7).clamp(min=64).to(torch.int16).view(torch.bfloat16)
+    return scale.to(torch.uint8).view(torch.float8_e4m3fn).bfloat16()
 
 
 def wanted_of(record: Record, unit: Tensor, scale: Tensor) -> Tensor:
@@ -124,18 +123,19 @@ def check_same(ours: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("form", RECORDS)
-def test_every_pair_of_units_under_every_scale_is_as_the_model_has_it(form: str) -> None:
+def test_every_pair_of_units_is_under_every_scale_as_the_model_has_it(form: str) -> None:
     record, kind = RECORDS[form]
     values = form.split()[0]
     first, scale = cases(values)
-    second, other = first.flip(0), scale.flip(0)
-    marks = scales_of(scale, kind) | scales_of(other, kind) << 16
-    units = {"$4": first | second << 16, "$5": marks} if values == "e2m1" else {"$4": first, "$5": second, "$6": marks}
-    found = run(asm(values), units)
-    for half, (unit, by) in enumerate(((first, scale), (second, other))):
-        wanted = wanted_of(record, unit, by)
+    second, gain = first.flip(0), gain_of(values, kind)
+    marks = (scales_of(scale, kind).float() * (2.0 ** (126 - FOLDED) if folds(values, kind) else 1)).bfloat16()
+    both = as_bits(torch.stack((marks, marks), -1))
+    units = {"$4": first | second << 16, "$5": both} if values == "e2m1" else {"$4": first, "$5": second, "$6": both}
+    found = run(asm(values, folds(values, kind)), units)
+    for half, unit in enumerate((first, second)):
+        wanted = wanted_of(record, unit, scale)
         for n in range(4):
-            ours = as_pairs(found[f"${n}"])[:, half]
+            ours = as_pairs(found[f"${n}"])[:, half].float() * gain
             check_same(ours, wanted[:, n])
             assert ours.isfinite().any()
 
@@ -143,9 +143,9 @@ def test_every_pair_of_units_under_every_scale_is_as_the_model_has_it(form: str)
 KERNEL = """@triton.jit
 def decode(units, scales, out, N: tl.constexpr):
     at = tl.program_id(0) * N + tl.arange(0, N)
-    by = {kind}_scale(bytes_of(tl.load(scales + at)[:, None], N, 1, 1))
+    by = {name}_scale(byte_of(scales + at[:, None], False))
     bytes = tl.load(units + at[:, None, None] * {size} + tl.arange(0, {size})[None, None, :])
-    k = {values}_keys(units_of(bytes, N, 1, {size}), spread(by, N, 1, 1), N, 1, False)
+    k = {name}_keys(units_of(bytes, N, 1, {size}), spread(by, N, 1, 1), N, 1, False)
     tl.store(out + at[:, None] * 4 + tl.arange(0, 4)[None, :], k)
 """
 
@@ -155,19 +155,16 @@ def test_what_runs_without_ptx_is_too(interpreter: Interpreter, tmp_path: Path, 
     record, kind = RECORDS[form]
     values = form.split()[0]
     size = BYTES[values]
-    text = "\n\n".join(
-        [HEAD, ORDER, SPREAD, SCALES[kind], keys_text(values), KERNEL.format(size=size, values=values, kind=kind)]
-    )
+    kernel = KERNEL.format(size=size, name=f"{values}_{kind}")
     file = tmp_path / "decode.py"
-    file.write_text(text)
+    file.write_text("\n\n".join([HEAD, ORDER, SPREAD, DECODERS[values], keys_text(values, kind), kernel]))
     first, scale = cases(values)
     bytes_ = torch.stack([first >> 8 * n & 255 for n in range(size)], -1).to(torch.uint8)
     out = torch.empty(len(first), 4, dtype=torch.bfloat16)
     count = 4096
     sent = bytes_, scale.to(torch.uint8), out
     *_, out = interpreter.launch(file, "decode", (len(first) // count,), *sent, N=count)
-    wanted = wanted_of(record, first, scale)
-    check_same(out, wanted)
+    check_same(out.float() * gain_of(values, kind), wanted_of(record, first, scale))
     assert out.isfinite().any()
 
 
@@ -201,4 +198,4 @@ def test_queries_and_keys_have_one_order_of_channels(interpreter: Interpreter, t
     parts = [each.contiguous() for each in x.unflatten(1, (units, 4)).unbind(2)]
     keys = interpreter.launch(file, "join", (1,), *parts, out, UNITS=units)[-1]
     assert torch.equal(ours, keys) and torch.equal(ours.sort(1).values, x)
-    assert ours[0, : min(units, 32)].tolist() == [4.0 * j for j in range(min(units, 32))]
+    assert ours[0, : min(units, PART)].tolist() == [4.0 * j for j in range(min(units, PART))]
