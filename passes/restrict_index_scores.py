@@ -33,129 +33,23 @@ Needs outline_index_scores.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from v41._compat import fake_mode_of, known_equal, outside_fake_mode, symbols_of, without_guards
-from v41.passes.analysis.probe import evaluate, numbers
-from v41.passes.index_parts import SPREADS, same_count
-from v41.passes.matching import RESHAPES, aten, between, fake, is_constant, prims, shape
+from v41._compat import fake_mode_of, symbols_of, without_guards
+from v41.passes.candidate_scores import Unsized, candidate_blocks, rerun
+from v41.passes.matching import aten, fake
 from v41.passes.outline_index_scores import KIND
-from v41.passes.replay_seam import KIND as KEPT_ROWS
-from v41.passes.replay_seam import rows_taken, take_too
+from v41.passes.re_indexers import Site
+from v41.passes.replay_seam import take_too
 from v41.passes.sites import Rule, broken_rule, in_programs
-from v41.regions import body_of, inline, is_region, outline, region_of, regions
+from v41.regions import inline, outline, region_of, regions
 from v41.report import Decision, applied, refused
 
-ARITHMETIC = (operator.mul, operator.add, operator.sub, operator.floordiv, torch.sym_sum, torch.sym_min)
 ORIGIN = ("stack_trace", "nn_module_stack", "custom")
-INT = {"dtype": torch.int64}
-Call = Callable[..., Any]  # target and operands -> the result: a value, or the node that computes it
-
-
-class Unsized(Exception):
-    """A size from which it cannot be told what it counts."""
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        super().__init__(node.name)
-
-
-@dataclass(frozen=True)
-class Site:
-    """A re-indexer that still scores all entries."""
-
-    call: Node
-
-    @cached_property
-    def attrs(self) -> dict[str, Any]:
-        return region_of(self.call).attrs
-
-    @cached_property
-    def operands(self) -> dict[str, Node]:
-        """Of each role the operand (of "size" and "constant" any)."""
-        return dict(zip(self.attrs["operands"], self.call.all_input_nodes[1:], strict=True))
-
-    @property
-    def mask(self) -> Node:
-        return self.operands["candidates"]
-
-    @cached_property
-    def taken(self) -> tuple[Node, Node] | None:
-        """The region that takes this site's rows of a mask of more, by a batch's kept rows, and that mask."""
-        seam = self.mask.args[0] if self.mask.target is operator.getitem else None
-        if not isinstance(seam, Node) or not is_region(seam, KEPT_ROWS):
-            return None
-        return next(((seam, whole) for whole, rows in rows_taken(seam).items() if rows is self.mask), None)
-
-    @cached_property
-    def whole_mask(self) -> Node:
-        """The mask as its source hands it on."""
-        return self.mask if self.taken is None else self.taken[1]
-
-    @cached_property
-    def kept(self) -> Node | None:
-        """[T, B], or of more rows, where the whole mask is that repeated, and a region keeps no more than it says."""
-        node = self.whole_mask
-        while node.target in SPREADS and isinstance(node.args[0], Node):
-            node = node.args[0]
-        source, place = node.args if node.target is operator.getitem else (None, None)
-        if not isinstance(source, Node) or not is_region(source, KIND):
-            return None
-        attrs = region_of(source).attrs
-        keeps = attrs["outputs"][place] == "kept" and attrs["keep"]
-        return node if keeps and _repeats(node, self.whole_mask, attrs["block"]) else None
-
-    @cached_property
-    def source(self) -> dict[str, Any]:
-        """What the region that keeps the blocks says of itself."""
-        assert self.kept is not None
-        return region_of(self.kept.args[0]).attrs  # type: ignore[arg-type]
-
-    @cached_property
-    def sizes(self) -> dict[str, int | SymInt]:
-        """Rows, requests, rows of the longest request, entries, blocks."""
-        kept = self.kept
-        assert kept is not None
-        return {
-            "T": shape(self.operands["queries"])[0],
-            "R": shape(self.operands["slots"])[0],
-            "Q": shape(self.operands["rows"])[-1],
-            "E": shape(self.mask)[-1],
-            "B": shape(kept)[-1],
-        }
-
-    @cached_property
-    def unsized(self) -> Node | None:
-        """A size in the body that would be another in the new one, and is not known to be."""
-        values = [node.meta.get("val") for node in self.call.all_input_nodes]
-        mode = fake_mode_of(values)
-        assert mode is not None and self.kept is not None
-        with mode, without_guards(mode):
-            try:
-                kept = self.kept.meta["val"].new_empty((self.sizes["T"], self.sizes["B"]))  # of this site's rows
-                blocks = candidate_blocks(lambda f, *a, **k: f(*a, **k), kept, self.source["keep"])
-                rerun(self, lambda f, *a, **k: f(*a, **k), lambda node: node.meta["val"], blocks)
-            except Unsized as error:
-                return error.node
-        return None
-
-
-def _repeats(kept: Node, mask: Node, size: int) -> bool:
-    """Whether the mask says of each entry what is said of its block."""
-    order = {node: i for i, node in enumerate(kept.graph.nodes)}
-    with outside_fake_mode():
-        drawn = numbers(kept, 0) > 0
-        found = evaluate(between(order, {kept}, [mask]), {kept: drawn}, mask, keep_types=True)
-        return min(drawn.shape) > 1 and torch.equal(found, drawn.repeat_interleave(size, -1))
 
 
 # ---- what must hold: each predicate returns the node at fault
@@ -184,13 +78,31 @@ def counts_two_things_alike(site: Site) -> Node | None:
     return None if apart else site.call
 
 
+def resizes_otherwise(site: Site) -> Node | None:
+    """A size in the body that would be another in the new one, and is not known to be."""
+    values = [node.meta.get("val") for node in site.call.all_input_nodes]
+    mode = fake_mode_of(values)
+    assert mode is not None and site.kept is not None
+
+    def compute(target: Any, *args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    with mode, without_guards(mode):
+        try:
+            kept = site.kept.meta["val"].new_empty((site.sizes["T"], site.sizes["B"]))  # of this site's rows
+            rerun(site, compute, lambda node: node.meta["val"], candidate_blocks(compute, kept, site.source["keep"]))
+        except Unsized as error:
+            return error.node
+    return None
+
+
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the candidates are blocks that another indexer keeps, each repeated for its entries", has_other_candidates),
     ("there are as many candidates as picks", has_too_few),
     ("ties go to the lower entry", breaks_ties_otherwise),
     ("keys are taken from a cache, by slots of requests and numbers of entries", takes_keys_otherwise),
     ("rows, requests, columns and blocks are counted by sizes of their own", counts_two_things_alike),
-    ("every size in it is one of rows, requests, columns or entries", lambda site: site.unsized),
+    ("every size in it is one of rows, requests, columns or entries", resizes_otherwise),
 )
 
 
@@ -217,131 +129,6 @@ def _restrict(gm: GraphModule) -> Iterator[Decision]:
 def _picks_among_all(call: Node) -> bool:
     attrs = region_of(call).attrs
     return attrs["role"] == "re_indexer" and "restricted" not in attrs
-
-
-# ---- the new program, as a function of what executes its operations
-
-
-def candidate_blocks(call: Call, kept: Any, keep: int) -> Any:
-    """[T, K] the blocks that a row keeps, ascending, then -1, K = min(keep, B)."""
-    count = call(aten.sym_size.int, kept, 1)
-    device = _value(kept).device
-    rank = call(prims.iota.default, count, start=count, step=-1, device=device, requires_grad=False, **INT)  # B .. 1
-    none = call(aten.scalar_tensor.default, 0, device=device, **INT)
-    ranks = call(aten.where.self, kept, rank, none)
-    best = call(operator.getitem, call(aten.topk.default, ranks, call(torch.sym_min, count, keep)), 0)
-    blocks = call(aten.add.Tensor, call(aten.neg.default, best), count)
-    nothing = call(aten.scalar_tensor.default, -1, device=device, **INT)
-    return call(aten.where.self, call(aten.gt.Scalar, best, 0), blocks, nothing)
-
-
-def rerun(site: Site, call: Call, read: Callable[[Node], Any], blocks: Any) -> Any:
-    """The picks, by the nodes of the site's body on the candidates of each row."""
-    new = Restricted(site, call, read, blocks)
-    for node in body_of(site.call).graph.nodes:
-        if node.op == "call_function":
-            new.run(node)
-    (picks,) = body_of(site.call).graph.output_node().all_input_nodes
-    return new.entries_at(new.env[picks])
-
-
-class Restricted:
-    """The operands of the body, and what its nodes give on them."""
-
-    def __init__(self, site: Site, call: Call, read: Callable[[Node], Any], blocks: Any) -> None:
-        self.site, self.call, self.read = site, call, read
-        size, self.device = site.source["block"], _value(blocks).device
-        self.rows = call(aten.sym_size.int, blocks, 0)
-        self.count = call(aten.sym_size.int, blocks, 1)
-        self.entries = call(operator.mul, self.count, size)
-        in_block = call(prims.iota.default, size, start=0, step=1, device=self.device, requires_grad=False, **INT)
-        first = call(aten.mul.Tensor, call(aten.clamp_min.default, blocks, 0), size)
-        columns = call(aten.add.Tensor, call(aten.unsqueeze.default, first, 2), in_block)
-        self.columns = call(aten.view.default, columns, [self.rows, self.entries])  # [T, C] as numbered before
-        there = call(aten.unsqueeze.default, call(aten.ge.Scalar, blocks, 0), 2)
-        there = call(aten.clone.default, call(aten.expand.default, there, [-1, -1, size]),
-                     memory_format=torch.contiguous_format)  # fmt: skip
-        self.env: dict[Node, Any] = {}
-        self._enter(call(aten.view.default, there, [self.rows, self.entries]))
-
-    def _enter(self, mask: Any) -> None:
-        call, of = self.call, {role: self.read(node) for role, node in self.site.operands.items()}
-        own = call(prims.iota.default, self.rows, start=0, step=1, device=self.device, requires_grad=False, **INT)
-        scored = call(aten.index.Tensor, of["rows"], [of["requests"], of["columns"]])  # itself, unless it is a pad row
-        given = {
-            "candidates": mask,
-            "slots": call(aten.index.Tensor, of["slots"], [of["requests"]]),
-            "rows": call(aten.view.default, scored, [-1, 1]),
-            "requests": own,
-            "columns": call(aten.full.default, [self.rows], 0, device=self.device, **INT),
-        }
-        inner = [node for node in body_of(self.site.call).graph.nodes if node.op == "placeholder"]
-        outer = self.site.call.args[2:]
-        for placeholder, operand, role in zip(inner, outer, self.site.attrs["operands"], strict=True):
-            assert isinstance(operand, Node)
-            if role in ("size", "constant"):
-                self.env[placeholder] = self.resized(operand)
-            else:
-                self.env[placeholder] = given[role] if role in given else self.read(operand)
-            if same_count(placeholder, self.site.sizes["E"]) and role != "constant":
-                self.env[placeholder] = self.of_candidates(self.env[placeholder])
-
-    def resized(self, node: Node) -> Any:
-        """A size, or a constant made of sizes, as it is in the new body."""
-        value, sizes = node.meta["val"], self.site.sizes
-        if isinstance(value, Tensor):
-            if not is_constant(node):
-                raise Unsized(node)
-            return self.call(node.target, *self._resized(node.args), **self._resized(node.kwargs))
-        if not symbols_of(value) & frozenset().union(*(symbols_of(sizes[name]) for name in "RQB")):
-            return self.read(node)
-        new = {"R": self.rows, "Q": 1, "E": self.entries, "B": self.count}
-        known = next((name for name in new if known_equal(value, sizes[name])), None)
-        if known is not None:
-            return new[known]
-        if node.target not in ARITHMETIC:
-            raise Unsized(node)
-        return self.call(node.target, *self._resized(node.args))
-
-    def _resized(self, args: Any) -> Any:
-        return map_aggregate(args, lambda arg: self.resized(arg) if isinstance(arg, Node) else arg)
-
-    def run(self, node: Node) -> None:
-        """Gives what `node` gives in the new body; entry numbers become those of each row's candidates."""
-        operands = [arg for arg in node.all_input_nodes if fake(arg) is not None]
-        numbered = [same_count(arg, self.site.sizes["E"]) and not is_constant(arg) for arg in operands]
-        if node.target in RESHAPES and any(numbered):
-            self.env[node] = self.env[operands[0]]  # an axis more or less: [T, C] has the axis of rows already
-            return
-        self.env[node] = self.call(node.target, *self._new(node.args), **self._new(node.kwargs))
-        value = fake(node)
-        whole = value is not None and value.dtype is torch.int64 and not is_constant(node)
-        if whole and not any(numbered) and same_count(node, self.site.sizes["E"]):
-            self.env[node] = self.of_candidates(self.env[node])
-
-    def _new(self, args: Any) -> Any:
-        return map_aggregate(args, lambda arg: self.env[arg] if isinstance(arg, Node) else arg)
-
-    def of_candidates(self, counted: Any) -> Any:
-        """[E], or with axes of size 1 -> [T, C] those of each row's candidates."""
-        return self.call(aten.index.Tensor, self.call(aten.view.default, counted, [-1]), [self.columns])
-
-    def entries_at(self, picks: Any) -> Any:
-        """Picked columns -> what they were before; -1 stays."""
-        call = self.call
-        found = call(aten.gather.default, self.columns, 1, call(aten.clamp_min.default, picks, 0))
-        nothing = call(aten.scalar_tensor.default, -1, device=self.device, **INT)
-        return call(aten.where.self, call(aten.ge.Scalar, picks, 0), found, nothing)
-
-
-def _value(x: Any) -> Tensor:
-    value = x.meta["val"] if isinstance(x, Node) else x
-    assert isinstance(value, Tensor)
-    return value
-
-
-def _values(args: Any) -> Any:
-    return map_aggregate(args, lambda arg: arg.meta["val"] if isinstance(arg, Node) else arg)
 
 
 # ---- editing
@@ -393,6 +180,10 @@ def _absorb(gm: GraphModule, kept: Node, made: list[Node]) -> None:
     body = [node for node in gm.graph.nodes if node not in outside]
     attrs["outputs"] = (*(read[place] for place in sorted(read)), "kept_blocks")
     outline(gm, [*body, *made], kind=KIND, **attrs)
+
+
+def _values(args: Any) -> Any:
+    return map_aggregate(args, lambda arg: arg.meta["val"] if isinstance(arg, Node) else arg)
 
 
 class Emit:

@@ -42,4 +42,6 @@ EQUIVALENT: dict[str, str] = {
     "what is returned has no meta, and is no operator that runs",
     "passes/analysis/masks.py _is_mask: node.op == 'call_function' and value is not None and (value.dtype is"
     " torch.bool)  ->  value is not None and value.dtype is torch.bool": "only calls read masks and are tensors",
+    "passes/restrict_index_scores.py takes_keys_otherwise: wanted <= site.operands.keys()  ->  wanted <"
+    " site.operands.keys()": "the candidates are an operand, too",
 }

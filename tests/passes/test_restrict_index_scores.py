@@ -24,6 +24,7 @@ from v41._compat_trace import functional_aten
 from v41.lowering.inductor import compile_piece, supported
 from v41.model_def.quantization import MXFP4_RECORD
 from v41.passes import restrict_index_scores as module
+from v41.passes.candidate_scores import Restricted
 from v41.passes.canonicalize import canonicalize
 from v41.passes.outline_index_scores import KIND, outline_index_scores
 from v41.passes.replay_seam import KIND as KEPT_ROWS
@@ -257,8 +258,8 @@ def fp64_scores(inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 WRONG: dict[str, tuple[Any, str, Any]] = {  # bugs of the pass, and what each replaces
-    "-1 is taken for entry 0": (module.Restricted, "entries_at", lambda self, picks: picks),
-    "entries are not those of the candidates": (module.Restricted, "of_candidates", lambda self, counted: self.columns),
+    "-1 is taken for entry 0": (Restricted, "entries_at", lambda self, picks: picks),
+    "entries are not those of the candidates": (Restricted, "of_candidates", lambda self, counted: self.columns),
     "all blocks are candidates": (module, "candidate_blocks", lambda call, kept, keep: all_blocks(call, kept, keep)),
 }
 
