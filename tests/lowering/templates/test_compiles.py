@@ -1,6 +1,6 @@
 """Attention of every preset, all heads or a rank's share of them, compiles for Hopper and Blackwell.
 
-Next to nothing is spilled, but by scores of many keys. What each takes stands at the end of the tests' output.
+Next to nothing is spilled. What each takes stands at the end of the tests' output.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from tests.lowering.templates.regions import kernel_of
 from tests.strategies.attention import Spelling
 from v41.lowering.cross_compile import Request, compile_for
-from v41.lowering.rowwise.schedule import LATER
+from v41.lowering.rowwise.schedule import ALL
 from v41.lowering.templates.attention import AttentionKernel
 from v41.lowering.templates.attention.launch import by_rows
 from v41.model_def.config import V41Config
 
 POINTER = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.bool: "*i1", torch.uint8: "*u8",
            torch.int16: "*i16", torch.int32: "*i32"}  # fmt: skip
-SPILLED = 64  # bytes a thread, of the second of two launches
-OF_SCORES = 512  # of those that score: on sm_90 at most 120 with Triton 3.6, 416 with 3.9
+SPILLED = 64  # bytes a thread, of each of two launches
+OF_ONE = 512  # of one: on sm_90 at most 40 with Triton 3.6, 400 with 3.9
 SHARED = 227 << 10  # bytes a program may have
 
 
@@ -65,7 +65,7 @@ def test_compiles_with_hardly_a_spill(
         label = f"{preset}/{ranks} ratio {ratio} {fact.arch} STEP={step} SLICE={slice_}"
         facts = f"{fact.registers} registers, {fact.spill_bytes} bytes spilled, {fact.shared_bytes} shared"
         record_property(label, facts)
-        assert fact.spill_bytes <= (SPILLED if step == LATER else OF_SCORES), label
+        assert fact.spill_bytes <= (OF_ONE if step == ALL else SPILLED), label
         assert fact.shared_bytes <= SHARED, label
         products = ("mma.sync" if kernel.heads < 64 else "tcgen05" if arch == "sm_100" else "wgmma") + "."
         made = [each for each in ("mma.sync.", "tcgen05.mma.", "wgmma.mma") if each in fact.ptx]
