@@ -9,9 +9,10 @@
 What a pass needs runs before it. A later pass of one's own may replace regions by what it has for them, a custom
 operator say: `inductor_pass(fold_sinkhorn, call_my_kernel)`. What stays of them is inlined, since Inductor fuses
 nothing across the border of a subgraph. A graph that breaks under a pass is restored, as in v41's own pipeline. Passes
-that serve kernels (`Pass.serves`: restrict_index_scores, take_in_combine) run here whether such a kernel is there or
-not: who names one has something for what it makes, or wants the graph as it is then. The latter takes sums over ranks
-that stand in front of norms or boundaries, so outline_norm_quantise or outline_mhc is named before it.
+that serve kernels (`Pass.serves`: restrict_index_scores, take_in_combine, take_in_gathers) run here whether such a
+kernel is there or not: who names one has something for what it makes, or wants the graph as it is then. take_in_combine
+takes sums over ranks that stand in front of norms or boundaries, so outline_norm_quantise or outline_mhc is named
+before it.
 
 Decisions come as reports: `with v41.collect() as reports` around the first call. A graph that Inductor took from its
 cache has none, for then no pass ran.

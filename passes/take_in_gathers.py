@@ -89,7 +89,7 @@ class Site:
             for user in node.users:
                 if viewed_args(user) == [node]:
                     stack.append(user)
-                elif user.args[0] is node and (user.target in IN_PLACE or user.target in PART):
+                elif user.args[:1] == (node,) and (user.target in IN_PLACE or user.target in PART):
                     found[user] = None
         stack = list(found)
         while stack:

@@ -33,7 +33,8 @@ from v41.report import Decision
 
 FEW = settings(max_examples=settings.default.max_examples // 12, phases=[Phase.generate])  # a trace takes a second
 MODEL = Lying()
-QUICK = ("records are returned", "of other rows", "in other slots", "one cache, written in between")
+TOLD = ("records are returned", "of other rows", "in other slots", "one cache, written in between")  # by seeded bugs
+QUICK = TOLD[::3]
 OF_WINDOW = Lying(Spelling(rope="none", picked=None))
 
 
@@ -166,6 +167,7 @@ def test_it_waits_for_kernels_that_attend() -> None:
         assert [region_of(call).attrs["sources"] for call in regions(gm, KIND)] == [sources]
 
 
+@pytest.mark.slow
 def test_a_key_that_shows_though_it_is_hidden_is_read_where_eager_reads_it() -> None:
     """Attention that sets no hidden key to 0 shows a NaN in one: so it matters which record a pick of -1 reads."""
     shows = replace(MODEL.spelling, zeroed="not")
@@ -197,7 +199,7 @@ def check_what_shows() -> None:
     """What the right pass does with a program that has something of everything."""
     for case in (MODEL, Lying(places="clamped twice"), Lying(layers=2)):
         taken_in(case)
-    for flaw in QUICK:
+    for flaw in TOLD:
         taken_in(Lying(flaw=flaw))
 
 
