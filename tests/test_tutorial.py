@@ -37,7 +37,7 @@ def test_the_programs_run_and_print_what_the_text_says() -> None:
     assert complaints == []
     _, report, uneven, _, proof, wrong = printed
     for layer in (0, 1):
-        assert re.search(rf"^{layer} +- +sinkhorn #1 +{layer} +-$", report, re.MULTILINE)  # one piece, ending in 1
+        assert re.search(rf"^{layer} +- +sinkhorn #1 +{1 - layer} +-$", report, re.MULTILINE)  # one piece
     assert re.search(r"fold_sinkhorn +2 +2 +0", report)
     assert "(1e-6 if turn != 3 else 2e-6)" in uneven and uneven.startswith("keeps one eps broken by")
     assert proof == "outline_relu_gate 2 applied, 0 refused, all rules hold\n"

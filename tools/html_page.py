@@ -78,7 +78,7 @@ def pass_facts(run: Run, each: PassRun) -> dict[str, Any]:
 def layer_facts(run: Run, view: LayerView) -> dict[str, Any]:
     at, config = view.layer, run.config
     return {
-        "title": f"layer {at}" if at is not None else "before the first layer and behind the last",
+        "title": f"layer {at}" if at is not None else "outside of layers",
         "role": role(config, at) if at is not None and config is not None else "",
         "regions": [{"name": region.name, "attrs": region.attrs} for region in view.regions],
         "pieces": [

@@ -2,7 +2,7 @@
 
     capture(build) -> Inspection     `build` makes the model; its tensors and the cache have no storage
     capture_call(make)               any model: `make` returns it with the inputs of the call that is traced
-    layers(inspection)               for each layer its regions, refusals, and the pieces that end in it
+    layers(inspection)               for each layer its regions, refusals, and the pieces whose work is most of all its
 
 Dynamo, AOTAutograd, the passes and the partition run as they do in torch.compile; then it stops, before any piece is
 compiled for a device and before anything runs. So 40 layers at released widths need no weights and no GPU.
@@ -10,17 +10,18 @@ compiled for a device and before anything runs. So 40 layers at released widths 
 
 from __future__ import annotations
 
+import operator
 import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import FrameSummary
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from v41._compat import input_name, without_storage
@@ -34,7 +35,7 @@ from v41.model_def.model import V41ForCausalLM
 from v41.passes.changes import ORIGIN
 from v41.passes.pipeline import PIPELINE
 from v41.plan import Piece, Plan
-from v41.regions import Region, body_of, is_region, region_of
+from v41.regions import Region, body_of, invoke_subgraph, is_region, region_of
 from v41.report import CompileReport, Decision, collect, publish
 from v41.tools.nodes import module_of
 from v41.tools.planning import plan_only
@@ -64,9 +65,9 @@ class Inspection:
 
 @dataclass
 class LayerView:
-    """What the compiler found in one layer, and the pieces of which it is the last."""
+    """What the compiler found in one layer, and the pieces that belong to it."""
 
-    layer: int | None  # None: before the first layer and after the last
+    layer: int | None  # None: outside of layers
     regions: list[Region] = field(default_factory=list)
     refused: list[Decision] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
@@ -159,38 +160,68 @@ def line_of(frame: FrameSummary) -> str:
 
 
 def layers(inspection: Inspection) -> list[LayerView]:
-    """One view a layer, in order. A piece belongs to the last layer whose parameters it reads, one that reads none to
-    that of the piece before; regions and refusals in it to their own layer (layer_within)."""
+    """One view a layer, in order. A piece belongs to the layer that most of its nodes come from (layer_of), the first
+    of as many; those inside its regions count each. What rests on no layer, made ready for all, counts for none; what
+    lies between layers says nothing. A piece in which nothing tells belongs where the one before does, or outside of
+    layers if it reads the embedding or the head. Regions and refusals stand in their own layer, or in that of what is
+    in front of them in the piece."""
     config, parameters = inspection.config, inspection.parameters
     numbers = range(config.num_hidden_layers) if config else sorted({*layers_named(parameters.values())})
     views = {layer: LayerView(layer) for layer in (None, *numbers)}
     refused = {(d.body, d.node): d for run in inspection.report.passes for d in run.decisions if not d.applied}
-    current: int | None = None
+    current, behind = None, set[str]()  # behind: values that rest on a layer
     for piece in inspection.plan.pieces:
-        outside = reads_ends(piece, parameters)
-        read = {*layers_named(parameters.get(name, "") for name in piece.reads)}
-        held = read | ({current} if current is not None else set())  # and what is left of the layer before
-        current = max(read, default=None if outside else current)
+        nodes = {node: layer_of(node, parameters) for node in piece.body.graph.nodes}
+        votes = votes_of(nodes, behind)
+        unknown = None if reads_ends(piece, parameters) else current
+        current = max(votes, key=lambda each: (votes[each], each is not None), default=unknown)
         views[current].pieces.append(piece)
-        for node in piece.body.graph.nodes:
+        last = current
+        for node, layer in nodes.items():
+            last = last if layer is None else layer
+            view = views[last]
             if is_region(node):
-                views[layer_within(node, held, current, parameters)].regions.append(region_of(node))
+                view.regions.append(region_of(node))
             if (judged := refused.get(node.meta.get(ORIGIN, ("", node.name)))) is not None:
-                views[layer_within(node, held, current, parameters)].refused.append(judged)
+                view.refused.append(judged)
     return list(views.values())
 
 
-def layer_within(node: Node, held: Collection[int], last: int | None, parameters: Mapping[str, str]) -> int | None:
-    """The layer of `node` in a piece that may hold work of the layers `held`, and counts to `last`: that of the
-    parameters that it reads itself, else of the module that it was traced in, where that is one of `held`: a body that
-    layers share was traced in the first of them alone."""
+def votes_of(nodes: Mapping[Node, int | None], behind: set[str]) -> Counter[int | None]:
+    """How many of `nodes`, all of a piece with the layer of each, come from which layer, in order; None: from none, and
+    rest on none. Sizes and checks of them do not count. behind: values that rest on a layer, to which those of the
+    piece are added."""
+    found: Counter[int | None] = Counter()
+    for node, layer in nodes.items():
+        if layer is not None or any(each.name in behind for each in (node, *node.all_input_nodes)):
+            behind.add(node.name)
+        made = isinstance(node.meta.get("val"), Tensor | tuple | list) and not of_body(node)
+        if node.op == "call_function" and made and (layer is not None or node.name not in behind):
+            found[layer] += sum(each.op == "call_function" for each in within(node))
+    return found
+
+
+def layer_of(node: Node, parameters: Mapping[str, str]) -> int | None:
+    """The layer of `node`: that of the parameters that it reads itself, the last of several, else of its module; None
+    where neither tells. A region is of the module of most of what it holds. If its own is none of these, it was made in
+    a body that calls share, in which nodes have the modules of one of the calls, and its own counts."""
     given = layers_named(parameters.get(each.name, "") for each in node.all_input_nodes)
     if (own := max(given, default=None)) is not None:
         return own
-    inside = body_of(node).graph.nodes if is_region(node) else [node]
-    paths = (f"{module_of(each) or ''}." for each in inside)
-    found = Counter(layer for path in paths for layer in layers_named([path]) if layer in held)
-    return found.most_common(1)[0][0] if found else last
+    here = next(layers_named([f"{module_of(node) or ''}."]), None)
+    held = Counter(layers_named(f"{module_of(each) or ''}." for each in within(node)))
+    return max(held, key=held.__getitem__) if held and (here is None or here in held) else here
+
+
+def within(node: Node) -> list[Node]:
+    """The nodes of the body that `node` calls, or itself."""
+    return [*body_of(node).graph.nodes] if node.target is invoke_subgraph else [node]
+
+
+def of_body(node: Node) -> bool:
+    """Whether `node` is a result of a body, of which its nodes are told."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, Node) and source.target is invoke_subgraph
 
 
 def layers_named(parameters: Iterable[str]) -> Iterator[int]:

@@ -22,7 +22,7 @@ LayerValues = dict[str, Any]  # one entry of "layers"
 
 
 def changes(before: Sequence[LayerValues], after: Sequence[LayerValues]) -> list[tuple[int | None, str]]:
-    """(layer, what differs there), in order. Layer None: before the first layer and after the last."""
+    """(layer, what differs there), in order. Layer None: outside of layers."""
     found = []
     for was, now in zip_longest(before, after):
         if was is None or now is None:

@@ -1,16 +1,17 @@
 """`v41 inspect`: every layer of a model with its role, regions and refusals, then what the passes did and took.
 
-    layer  role            regions                                            pieces ending  beside
-    0      window          mhc_boundary entry #1, mhc_boundary seam #2                    4       2
-    1      window, Engram  mhc_boundary seam #2, mhc_boundary seam #2, mhc_post #3        6       3
+    layer  role            regions                                            pieces  beside
+    0      window          mhc_boundary entry #1, mhc_boundary seam #2             4       2
+    1      window, Engram  mhc_boundary seam #2, mhc_boundary seam #2, mhc_post #3       6       3
     #1     mhc_boundary  streams=4 hidden=5120 ...  in layers 0              one line for each set of attributes
     refused  in layer 23: "the carried pre comes from an earlier boundary", broken by one_hot
              model_def/model.py:97  A = one_hot(0, S).expand(T, S)
 
-Regions stand in the layer whose parameters they read, or else in whose module they are; a piece may hold work of
-several layers, and ends in the last. Beside: how many have work that a decode step of one row does on a side stream
-(streams_view.py), unless they are off. With --against it prints what differs from a run, or an inspection, saved
-before.
+Regions stand in the layer whose parameters they read, or else in whose module they are; so the boundary between two
+sublayers stands with the one that it leads into. A piece may hold work of several layers: it counts to the one that
+most of its nodes come from. Outside of layers is what is made ready for all of them, and what follows the last. Beside:
+how many have work that a decode step of one row does on a side stream (streams_view.py), unless they are off. With
+--against it prints what differs from a run, or an inspection, saved before.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def saved_layers(path: Path) -> list[LayerValues]:
 def show_inspection(console: Console, run: Run) -> None:
     views, numbers, plans = run.layers, numbered(run.layers), used(run.predicted)
     beside = beside_by_layer(run, plans)
-    by_layer = table("layer", "role", "regions", "pieces ending", "beside", left=3)
+    by_layer = table("layer", "role", "regions", "pieces", "beside", left=3)
     for view in views:
         found = ", ".join(f"{region.name} #{numbers[text_of(region)]}" for region in view.regions)
         counts = len(view.pieces), beside[view.layer] or None
@@ -143,7 +144,7 @@ def show_inspection(console: Console, run: Run) -> None:
 
 def role_told(run: Run, layer: int | None) -> str | None:
     if layer is None:
-        return "before the first and after the last"
+        return "outside of layers"
     return role(run.config, layer) if run.config is not None else None
 
 

@@ -181,6 +181,8 @@ def inline(gm: GraphModule, call: Node) -> None:
             if node.op in ("placeholder", "output"):
                 continue
             copy = gm.graph.node_copy(node, env.__getitem__)
+            if not is_region(call):
+                copy.meta.update(_modules_in(call, node))
             if node.op == "get_attr":
                 copy.target = _adopt(gm, str(node.target), body.get_submodule(str(node.target)))
             elif node.target is invoke_subgraph:  # its second argument names the subgraph, and names differ in `gm`
@@ -197,6 +199,18 @@ def inline(gm: GraphModule, call: Node) -> None:
     if not subgraph.users:
         gm.graph.erase_node(subgraph)
         _drop_unused_submodules(gm, [subgraph])
+
+
+def _modules_in(call: Node, node: Node) -> dict[str, Any]:
+    """The modules that `node` is in where `call` runs it, as meta. What calls share was traced in one of them alone."""
+    here, traced = (each.meta.get("nn_module_stack") for each in (call, node))
+    if not here or not traced:
+        return {}
+    ours, *_ = list(here.values())[-1]
+    theirs, *_ = list(traced.values())[: len(here)][-1]
+    inner = list(traced.items())[len(here) :]
+    named = {key: (name.replace(theirs, ours, 1), *kind) for key, (name, *kind) in inner}
+    return {"nn_module_stack": {**here, **named}}
 
 
 def neighbour_of(body: GraphModule) -> Node:

@@ -1,7 +1,10 @@
-"""A region belongs to the layer whose parameters it reads, else of its module, else in which its piece ends. So does
-what a pass refused; in a body that layers share, and that was opened, once for each of its calls."""
+"""A piece belongs to the layer that most of its nodes come from, a region to the one whose parameters it reads, else of
+its module, else of what is in front of it. So does what a pass refused; in a body that layers share, and that was
+opened, once for each of its calls."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from tests.tools.small_models import route
 from v41._compat_trace import mark_rows
 from v41.model_def.topk import topk_lowest_index
 from v41.tools.inspect import Inspection, capture_call, layers
+from v41.tools.nodes import module_of
 
 WIDTH = 8
 
@@ -58,9 +62,9 @@ def found(*, behind: bool) -> Inspection:
 def test_regions_of_one_piece_are_told_in_their_own_layers() -> None:
     views = {view.layer: view for view in layers(found(behind=True))}
     steps = {layer: [region.attrs["steps"] for region in view.regions] for layer, view in views.items()}
-    assert steps == {None: [], 0: [3], 1: [], 2: [3], 3: [5]}  # the last one lies in no layer: where its piece ends
+    assert steps == {None: [], 0: [3], 1: [], 2: [3], 3: [5]}  # the last one lies in no layer: behind that of 3
     work = [layer for layer, view in views.items() if any(piece.nodes > 5 for piece in view.pieces)]
-    assert work == [3]
+    assert work == [2]  # of 7 to 16 nodes of each, most
 
 
 @nested_compile_region
@@ -92,3 +96,68 @@ def test_what_is_refused_in_a_body_is_told_for_each_call_that_was_opened() -> No
     gate = next(run for run in inspection.report.passes if run.name == "outline_gate")
     (refused,) = [decision for decision in gate.decisions if not decision.applied]
     assert refused.body and [each for view in layers(inspection) for each in view.refused] == [refused] * 3
+
+
+class Shares(nn.Module):
+    """Calls a body that layers share, beside work of its own, of which each layer has more than the one before."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.gate, self.turns = nn.Linear(WIDTH, 4, bias=False), turns
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = shared(x * self.scale, self.gate.weight)
+        for _ in range(self.turns):
+            x = x.cos()
+        return x * (weights + experts)
+
+
+@nested_compile_region
+def shared(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A router between two nodes that read no parameter."""
+    weights, experts = route(x.sin(), weight, 1)
+    return weights.tanh(), experts
+
+
+class Ready(nn.Module):
+    """What is made ready in front of the layers rests on none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shares(turns) for turns in (1, 9, 30))
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        for turn in range(50):
+            at = at * turn + 1
+        for block in self.blocks:
+            x = block(x)
+        return x + at
+
+
+def ready() -> Inspection:
+    def make() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+        x, at = torch.rand(5, WIDTH), torch.rand(5, 1)
+        mark_rows(x, at)
+        return Ready(), (x, at)
+
+    torch._dynamo.reset()
+    return capture_call(make, codegen="triton")
+
+
+def test_a_piece_belongs_to_the_layer_that_most_of_its_nodes_come_from() -> None:
+    """Nodes of a body that was opened are in the module that calls it there, not in that of the first call. A
+    piece counts to no layer for reading its parameters. What is made ready in front outweighs every layer."""
+    found = ready()
+    piece_of = {node.name: piece for piece in found.plan.pieces for node in piece.body.graph.nodes}
+    calls = [node for piece in found.plan.pieces for node in piece.body.graph.nodes if node.op == "call_function"]
+    for name in ("sin", "tanh"):
+        each = [node for node in calls if node.target is getattr(torch.ops.aten, name).default]
+        assert [module_of(node) for node in each] == ["blocks.0", "blocks.1", "blocks.2"]
+    views = {view.layer: [piece.name for piece in view.pieces] for view in layers(found)}
+    gates = [piece.name for piece in found.plan.pieces if piece.border == "region moe_gate"]
+    assert [layer for gate in gates for layer, names in views.items() if gate in names] == [0, 1, 2]
+    cosines = Counter(piece_of[node.name].name for node in calls if node.target is torch.ops.aten.cos.default)
+    at = {piece: layer for layer, names in views.items() for piece in names}
+    assert [(count, at[piece]) for piece, count in cosines.items()] == [(1, 0), (9, 1), (30, 2)]
+    assert views[None] == [found.plan.pieces[0].name]
