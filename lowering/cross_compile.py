@@ -61,19 +61,37 @@ def compile_for(requests: Sequence[Request]) -> list[Facts]:
             known = f"unknown; there are {', '.join(KNOWN)}"
             raise KernelDoesNotCompile(request.path, kernel=request.kernel, arch=request.arch, error=known)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps([asdict(request) for request in requests]),
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    with tempfile.TemporaryDirectory() as spare:
+        if not _keeps(_cache_of_triton()):
+            environment["TRITON_CACHE_DIR"] = spare
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps([asdict(request) for request in requests]),
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for request, answer in zip(requests, [*answers, {}], strict=False):
         if "ptx" not in answer:
             error = answer.get("error") or done.stderr.strip()
             raise KernelDoesNotCompile(request.path, kernel=request.kernel, arch=request.arch, error=error)
     return [Facts(**answer) for answer in answers]
+
+
+def _cache_of_triton() -> Path:
+    """Where Triton keeps what it compiles."""
+    named = os.environ.get("TRITON_CACHE_DIR")
+    return Path(named) if named else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+
+
+def _keeps(folder: Path) -> bool:
+    """Whether anything can be kept in `folder`, which need not be there yet. Triton refuses to compile where not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def load(path: str) -> Any:

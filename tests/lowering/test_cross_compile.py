@@ -52,6 +52,13 @@ def test_compiles_beside_an_interpreting_process(monkeypatch: pytest.MonkeyPatch
     assert os.environ["TRITON_INTERPRET"] == "1" and "cvt.rn.satfinite.e4m3x2.f32" in facts.ptx
 
 
+def test_compiles_where_triton_can_keep_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", f"{tmp_path}/file/cache")
+    (facts,) = compile_for([Request(KERNELS, "cast", {"x": "*fp32", "y": "*fp8e4nv"}, {"N": 128}, "sm_90")])
+    assert facts.registers > 0 and os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/file/cache"
+
+
 @pytest.mark.parametrize(
     ("kernel", "arch", "words"), [("nothing", "sm_90", "no attribute"), ("cast", "sm_1", "unknown; there are sm_80")]
 )
