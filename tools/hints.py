@@ -64,6 +64,13 @@ HINTS = {
     "the output turns back by what turned the queries": "turn both by one table, the output with -sin",
     "RoPE is fp32, rounded once": "cast what turns to fp32 first, and round the result once",
     "only its output is read outside": "return and reuse the output alone, no step on the way to it",
+    "its records are gathered from a cache by a slot a row and a place a key, or are of this step":
+        "index the cache by the slot of each row and the place of each key, or choose between that and this step's",
+    "what gathers them is read there alone": "gather for attention alone: nothing then lies in memory",
+    "records of this step are those of its rows":
+        "nothing to change: rows were left out in between, so the records are gathered as before",
+    "all its records lie in one slot a row": "read both branches of keys at one slot of each row's request",
+    "what is written over them meanwhile can wait": "write the cache behind attention, or read what the write leaves",
     "between the products stand views, one cast and one rounding to groups at most": "round by fake_quant of a format",
     "the grouped product is rounded once": "multiply in fp32 and cast, or in bf16 without another cast",
     "each group of heads meets its own A, and all meet B": "lay the groups of heads, and their results, side by side",
