@@ -44,4 +44,7 @@ EQUIVALENT: dict[str, str] = {
     " torch.bool)  ->  value is not None and value.dtype is torch.bool": "only calls read masks and are tensors",
     "passes/restrict_index_scores.py takes_keys_otherwise: wanted <= site.operands.keys()  ->  wanted <"
     " site.operands.keys()": "the candidates are an operand, too",
+    "passes/re_indexers.py Site.kept: keeps and _repeats(node, self.whole_mask, attrs['block'])  ->  _repeats(node,"
+    " self.whole_mask, attrs['block'])": "all else that such a region returns are numbers, and no mask",
+    "passes/re_indexers.py _repeats: numbers(kept, 0) > 0  with 0 + 1": "a mask that keeps fewer tells as much",
 }

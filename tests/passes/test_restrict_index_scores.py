@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -19,14 +20,15 @@ from tests.invariants import apply, check_fired_share, check_pass, copy_program
 from tests.strategies.index_scores import CAPACITY, SCALES, SLOTS, WIDTH, Indexer, legal
 from tests.strategies.restricted_scores import FLAWS, OF_SYMBOLS, SIZES, Pair, late_places, pair, seam
 from tests.strategies.tracing import trace
-from v41._compat import size_with, symbols_of
+from v41._compat import fake_mode_of, size_with, symbols_of
 from v41._compat_trace import functional_aten
 from v41.lowering.inductor import compile_piece, supported
 from v41.model_def.quantization import MXFP4_RECORD
 from v41.passes import restrict_index_scores as module
-from v41.passes.candidate_scores import Restricted
+from v41.passes.candidate_scores import Restricted, Unsized
 from v41.passes.canonicalize import canonicalize
 from v41.passes.outline_index_scores import KIND, outline_index_scores
+from v41.passes.re_indexers import Site
 from v41.passes.replay_seam import KIND as KEPT_ROWS
 from v41.passes.replay_seam import rows_taken
 from v41.passes.restrict_index_scores import RULES, restrict_index_scores
@@ -114,6 +116,29 @@ def test_a_flaw_is_named_and_its_rule_is_what_refuses_it(flaw: str, monkeypatch:
     except Exception:  # damage is as good, whatever it breaks first
         return
     assert decision.applied  # no other rule refuses it
+
+
+def test_an_operand_that_is_a_constant_is_made_of_the_new_sizes_and_no_other_tensor_is() -> None:
+    """One that somebody else reads, too, so that it stayed in front of the region."""
+    gm = copy_program(outlined(PLAIN))
+    site = Site([*regions(gm, KIND)][1])
+    mode = fake_mode_of([node.meta.get("val") for node in site.call.all_input_nodes])
+    with gm.graph.inserting_before(site.call):
+        blocks = gm.graph.call_function(torch.ops.aten.sym_size.int, (site.kept, 1))
+        entries = gm.graph.call_function(operator.mul, (blocks, PLAIN.source.block))
+        constant = gm.graph.call_function(torch.ops.aten.full.default, ([entries], 0.0))
+
+    def compute(target: Any, *args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    assert site.kept is not None and mode is not None
+    with mode:
+        blocks.meta["val"], entries.meta["val"] = site.sizes["B"], site.sizes["B"] * PLAIN.source.block
+        constant.meta["val"] = torch.zeros(entries.meta["val"])
+        new = Restricted(site, compute, lambda node: node.meta["val"], torch.zeros(5, 2, dtype=torch.int64))
+        assert new.resized(constant).shape == (2 * PLAIN.source.block,)
+        with pytest.raises(Unsized):
+            new.resized(site.mask)
 
 
 def test_every_rule_has_a_flaw() -> None:

@@ -21,6 +21,7 @@ OTHER_CANDIDATES = "the candidates are blocks that another indexer keeps, each r
 SIZES = "rows, requests, columns and blocks are counted by sizes of their own"
 FLAWS = {  # the rule it breaks
     "candidates in another order": OTHER_CANDIDATES,
+    "entries of blocks apart": OTHER_CANDIDATES,
     "any candidates": OTHER_CANDIDATES,
     "rows turned around": OTHER_CANDIDATES,
     "rows by another index": OTHER_CANDIDATES,
@@ -83,6 +84,8 @@ class Pair:
             mask = others[0].repeat_interleave(self.source.block, -1)
         if self.flaw == "candidates in another order":
             mask = mask.flip(-1)
+        if self.flaw == "entries of blocks apart":  # the first of each block, then the second of each
+            mask = mask.unflatten(-1, (-1, self.source.block)).transpose(1, 2).flatten(1)
         if self.taken:
             kept, columns, first, longest = others
             mask = mask[kept.flip(0) if self.flaw == "rows by another index" else kept]
