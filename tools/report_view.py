@@ -72,7 +72,8 @@ def passes_table(passes: Sequence[PassRun], *, sizes: bool = False, seconds: flo
     changes = {"nodes": [(run.nodes_before, run.nodes_after) for run in passes]}
     if sizes:
         changes["regions"] = [(run.regions_before, run.regions_after) for run in passes]
-        changes["launches a step"] = [(run.launches_before, run.launches_after) for run in passes]
+        launches = [(run.launches_before, run.launches_after) for run in passes]
+        changes["launches a step" if _digits(launches) <= WIDE else "launches"] = launches
     made = table("pass", "sites", "applied", "refused", *changes, "ms")
     columns = [_arrows(pairs, tight=sizes) for pairs in changes.values()]
     for run, *arrows in zip(passes, *columns, strict=True):
@@ -92,9 +93,13 @@ def between(passes: Sequence[PassRun], seconds: float) -> float:
 
 def _arrows(pairs: Sequence[tuple[int, int]], *, tight: bool = False) -> list[str]:
     """Each pair as `2243 -> 2162`, in columns; `tight`: without the spaces where numbers are long."""
-    width = max((len(str(n)) for pair in pairs for n in pair), default=1)
+    width = _digits(pairs)
     arrow = "->" if tight and width > WIDE else " -> "
     return [f"{before:{width}}{arrow}{after:{width}}" for before, after in pairs]
+
+
+def _digits(pairs: Sequence[tuple[int, int]]) -> int:
+    return max((len(str(n)) for pair in pairs for n in pair), default=1)
 
 
 def remarks(passes: Sequence[PassRun]) -> list[str]:

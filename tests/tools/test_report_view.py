@@ -82,8 +82,8 @@ def test_names_of_passes_stay_whole_beside_the_numbers_of_40_layers() -> None:
     sizes |= dict(regions_before=426, regions_after=426)
     longest = max((each.name for each in PIPELINE), key=len)
     run = replace(PassRun(longest, [Decision(True, "a", "m.py:1")] * 400, 0, 0, 12345.0), **sizes)
-    table = printed(passes_table([run], sizes=True))
-    assert len(table) == 2 and table[1].startswith(f"{longest} ")
+    table = printed(passes_table([run], sizes=True, seconds=199.0))  # as on a machine that has much else to do
+    assert len(table) == 3 and table[1].startswith(f"{longest} ") and max(map(len, table)) <= 100
     assert "38565->38565" in table[1] and "426 -> 426" in table[1]
     small = replace(run, **dict.fromkeys(sizes, 421))
     assert "421 -> 421" in printed(passes_table([small], sizes=True))[1]
