@@ -68,14 +68,14 @@ class AttentionKernel(Kernel):
         of = self.by_name(read)
         chosen = self.chosen(tensors, rows, device) if schedule is None else schedule
         outputs, programs = self.results(rows, device), rows * self.tiles
-        whole = chosen.slice == 0
-        wide = self.width if whole else min(self.width, max(chosen.slice, self.narrow))
+        lone = chosen.slice == 0
+        wide = self.width if lone else min(self.width, max(chosen.slice, self.narrow))
         tiles, blocks = self.keys
-        early = not whole and chosen.early and comes_up_early(device)
-        kept = 0 if whole else programs * blocks * self.heads
+        early = not lone and chosen.early and comes_up_early(device)
+        kept = 0 if lone else programs * blocks * self.heads
         parts = torch.empty(kept * BLOCK, dtype=torch.bfloat16, device=device)
         tops = torch.empty(kept * 2, dtype=torch.float32, device=device)
-        steps = ((ALL, 1),) if whole else ((FIRST, tiles), (LATER, self.width // wide))
+        steps = ((ALL, 1),) if lone else ((FIRST, tiles), (LATER, self.width // wide))
         constants = {"SLICE": wide, "STAGES": chosen.stages, "WHOLE": chosen.whole, "PDL": int(early),
                      "PACKED": packs(device)}  # fmt: skip
         launches = [((programs, count), {**constants, "STEP": step}) for step, count in steps if rows]
