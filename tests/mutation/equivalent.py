@@ -47,4 +47,5 @@ EQUIVALENT: dict[str, str] = {
     "passes/re_indexers.py Site.kept: keeps and _repeats(node, self.whole_mask, attrs['block'])  ->  _repeats(node,"
     " self.whole_mask, attrs['block'])": "all else that such a region returns are numbers, and no mask",
     "passes/re_indexers.py _repeats: numbers(kept, 0) > 0  with 0 + 1": "a mask that keeps fewer tells as much",
+    "passes/open_shared.py _holds: id(body) not in known  ->  True": "a body is looked into again, and holds the same",
 }
