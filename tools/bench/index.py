@@ -1,8 +1,8 @@
 """bench index: generated indexers and selections at released sizes, against eager and torch.compile, on this GPU.
 
-    v41 bench index                    us of every contender by role, context and rows; table and JSON
-    v41 bench index check              what index_check.py lists
-    v41 bench index tune --rows 16     us of many ways to spread scores and to cut rows into tiles
+v41 bench index                    us of every contender by role, context and rows; table and JSON
+v41 bench index check              what index_check.py lists
+v41 bench index tune --rows 16     us of many ways to spread scores and to cut rows into tiles
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def measured(record: dict[str, Any], make: Call, sets: Call, deadline: float) ->
     def measure() -> dict[str, Any]:
         call, given = make(), sets()
         us = round(timing.microseconds(call, given), 2)
-        return {"us": us, "origin": timing.launches(lambda: call(*given[0]), ("scores_", "select"))}
+        return {"us": us, "origin": timing.launches(lambda: call(*given[0]), ("scores_", "maxima", "select"))}
 
     try:
         return attempted(record, deadline, measure)

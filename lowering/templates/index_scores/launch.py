@@ -42,11 +42,14 @@ class IndexKernel(Kernel):
     roles: tuple[str | None, ...]
 
     def spread_for(self, rows: int, entries: int, longest: int) -> Spread:
-        """By rows, entries of each and rows of the longest request: as many tiles a program as keep a GPU busy."""
-        shared = SHARED if longest > 1 and not self.form.listed else 1
-        tiles = -(-entries // 64) * -(-rows // shared)
-        turns = max(1, min(MOST_TURNS, tiles // BUSY))
-        return Spread(shared, 1 << (turns.bit_length() - 1))
+        """By rows, entries of each and rows of the longest request: tiles as large and as many a program as keep a GPU
+        busy."""
+        if longest > 1 and not self.form.listed:
+            tiles = -(-entries // 64) * -(-rows // SHARED)
+            return Spread(SHARED, _turns(tiles // BUSY, MOST_TURNS))
+        tiles = -(-entries // 128) * rows
+        wanted = min(tiles // BUSY, max(4, tiles // (8 * BUSY)))  # as measured on an H200
+        return Spread(1, 1) if tiles < BUSY else Spread(1, _turns(wanted, MOST_TURNS), 128)
 
     def steps(self, tensors: Sequence[Any], spread: Spread | None = None) -> tuple[list[Step], tuple[Tensor, ...]]:
         """The launches for `tensors`, and what they will have written."""
@@ -99,3 +102,8 @@ class IndexKernel(Kernel):
         steps, outputs = self.steps(tensors, schedule)
         run_steps(self.module, steps)
         return outputs
+
+
+def _turns(wanted: int, most: int) -> int:
+    """A power of two."""
+    return 1 << max(1, min(most, wanted)).bit_length() - 1

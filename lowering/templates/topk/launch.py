@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from v41.lowering.gpu import gpu_of
 from v41.lowering.rowwise.launch import Kernel, comes_up_early
 from v41.lowering.templates.formats import HEAD
 from v41.lowering.templates.topk.text import TEXT
@@ -55,7 +56,7 @@ def levels_of(columns: int, k: int, tile: int | None = None) -> Levels:
     """tile: most columns of the highest level."""
     room = padded(k)
     group = max(2, min(8, LARGEST // room))
-    most = max(tile or TILE, 2 * room)
+    most = max(tile or TILE, 4 * room)
     count, levels = columns, 0
     while count > most:
         count, levels = -(-count // group), levels + 1
@@ -107,12 +108,18 @@ def selection(
         led = early
     constants = {"K": k, "ROOM": room, "TILE": how.tile, "WIDE": how.wide(room), "GROUP": how.group,
                  "LEVELS": how.levels, "FOLD": how.fold, "KEEPS": kept is not None, "SIZE": size,
-                 "WAITS": led}  # fmt: skip
+                 "SETS": sets(device), "WAITS": led}  # fmt: skip
     chosen = empty(rows * how.levels * room, dtype=torch.int32)
     marks = none if kept is None else kept.view(torch.int8)
     tensors = [scores, tops, chosen, picks, marks, none if lists is None else lists]
     ints = [rows, columns, columns, 0 if lists is None else lists.stride(0), picks.shape[1]]
     return [*steps, Step("select", (rows, 1), [*tensors, *ints], constants, options(how.warps(room), led))]
+
+
+def sets(device: torch.device) -> bool:
+    """Whether scores are compared by PTX there."""
+    gpu = gpu_of(device)
+    return gpu is not None and not gpu.hip
 
 
 def options(warps: int, led: bool) -> dict[str, Any]:

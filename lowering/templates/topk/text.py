@@ -14,8 +14,7 @@ cluster nothing is dropped: no buffer holds less than can be chosen.
 
 K runs with s or more say that K scores are s or more: each search begins where the one above it ended, between some K
 and 2 K of them. Cuts are where the K-th is guessed by the counts at both ends, and every second time in thirds, which
-bounds their number. A search takes half its time for comparisons and half for sums over all threads, so seven cuts a
-sum took longer on an H200: 15.2 us for 16,384 scores, where two took 11.5.
+bounds their number. Seven cuts a sum took longer on an H200: 15.2 us for 16,384 scores, where two took 11.5.
 """
 
 LOWEST = -2139095040  # key of the least finite number: what is below is never picked
@@ -46,9 +45,18 @@ def total_of(x):
 
 
 @triton.jit
-def counts(x, a, b):
-    """How many scores are at two keys or above."""
-    both = total_of((x >= score_of(a)).to(tl.int32) + (x >= score_of(b)).to(tl.int32) * 65536)
+def reached(x, key, SETS: tl.constexpr):
+    """1.0 where a score is at the key or above, else 0.0."""
+    if SETS:  # one instruction; a comparison and a choice are two, of the pipe that is the narrow one
+        return tl.inline_asm_elementwise("set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, score_of(key)], dtype=tl.float32,
+                                         is_pure=True, pack=1)
+    return (x >= score_of(key)).to(tl.float32)
+
+
+@triton.jit
+def counts(x, a, b, SETS: tl.constexpr):
+    """How many scores are at two keys or above; of both the sum of a line is a float without loss."""
+    both = tl.sum(tl.sum(reached(x, a, SETS) + reached(x, b, SETS) * 65536.0, 1).to(tl.int32), 0)
     return both & 65535, both >> 16
 
 
@@ -69,15 +77,15 @@ def cuts(low, high, at_low, at_high, even, K: tl.constexpr):
 
 
 @triton.jit
-def level_of(x, low, high, K: tl.constexpr):
+def level_of(x, low, high, K: tl.constexpr, SETS: tl.constexpr):
     """A key in [low, high), and whether all scores at it or above are picked: K, or fewer, which are all. Else more
     than K are, and fewer than K above it. Fewer than K are at `high`; K at `low`, or `low` is the lowest."""
-    at_low, at_high = counts(x, low, high)
+    at_low, at_high = counts(x, low, high, SETS)
     exact = at_low <= K
     even = at_low < 0
     while (high - low > 1) & (exact == 0):
         a, b = cuts(low, high, at_low, at_high, even, K)
-        above_a, above_b = counts(x, a, b)
+        above_a, above_b = counts(x, a, b, SETS)
         high = tl.where(above_b >= K, high, tl.where(above_a >= K, b, a))
         at_high = tl.where(above_b >= K, at_high, tl.where(above_a >= K, above_b, above_a))
         low = tl.where(above_b >= K, b, tl.where(above_a >= K, a, low))
@@ -149,7 +157,7 @@ def maxima(scores, tops, rows, count, LEVEL: tl.constexpr, LEVELS: tl.constexpr,
 @triton.jit(do_not_specialize=["rows", "width", "list_step", "room"])
 def select(scores, tops, chosen, picks, kept, lists, rows, count, width, list_step, room, K: tl.constexpr,
            ROOM: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr, LEVELS: tl.constexpr,
-           FOLD: tl.constexpr, KEEPS: tl.constexpr, SIZE: tl.constexpr, WAITS: tl.constexpr):
+           FOLD: tl.constexpr, KEEPS: tl.constexpr, SIZE: tl.constexpr, SETS: tl.constexpr, WAITS: tl.constexpr):
     """The K best of row program_id(0), of `count` columns: picks [rows, room], room the lesser of both, ascending, then
     -1. TILE: at least as long as level LEVELS, which is made here if there is FOLD. chosen: [rows, LEVELS, ROOM] int32,
     what is chosen of each level; ROOM: K, or the next power of two.
@@ -177,7 +185,7 @@ def select(scores, tops, chosen, picks, kept, lists, rows, count, width, list_st
             least = tl.min(tl.max(tl.reshape(x, [ROOM, TILE // ROOM]), 1), 0)
         low = tl.maximum(key_of(least), low)
     for down in tl.static_range(LEVELS):
-        low, exact = level_of(x, low, high, K)
+        low, exact = level_of(x, low, high, K, SETS)
         picked, place, total = placed(x, low, exact, K)
         mine = chosen + (row * LEVELS + down) * ROOM
         tl.store(mine + place, at, mask=picked)
@@ -188,7 +196,7 @@ def select(scores, tops, chosen, picks, kept, lists, rows, count, width, list_st
         home = level_at(scores, tops, row, rows, count, LEVELS - 1 - down, GROUP)
         here = (run >= 0) & (at < length(count, LEVELS - 1 - down, GROUP))
         x = numbers(tl.load(home + at, mask=here, other=float("-inf")))
-    low, exact = level_of(x, low, high, K)
+    low, exact = level_of(x, low, high, K, SETS)
     picked, place, total = placed(x, low, exact, K)
     if KEEPS:
         tl.store(kept + row * width + at, tl.full(at.shape, 1, tl.int8), mask=picked)

@@ -143,6 +143,7 @@ def test_what_a_row_does_not_see_is_not_read(interpreter: Interpreter) -> None:
 def test_few_rows_are_spread_over_programs_and_rows_of_a_prompt_share_one() -> None:
     kernel = Case(keep=3).kernel
     assert kernel.spread_for(1, 16_384, 1) == Spread(1, 1)
+    assert kernel.spread_for(64, 65_536, 1) == Spread(1, 8, 128)
     assert kernel.spread_for(8192, 65_536, 8192) == Spread(4, 8)
     assert Case(given="candidate_blocks", keep=4).kernel.spread_for(8192, 16_384, 8192).rows == 1
 

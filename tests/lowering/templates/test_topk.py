@@ -99,6 +99,19 @@ def test_where_k_lie_above_a_cut_or_ties_do_at_it_the_same_are_picked(interprete
     check_picks(interpreter, torch.cat((different, (different / 2).floor())), 301, None, 1024)
 
 
+def test_picks_of_rows_of_three_levels_are_the_models(interpreter: Interpreter) -> None:
+    """Close scores, equal ones, and picks that lie side by side; NaN and -inf fill whole runs."""
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.randn(4, 5000, generator=generator)
+    scores[1] = scores[1].round(decimals=1)
+    scores[2, 4990:] += 9.0
+    scores[3, 64:4500] = torch.where(torch.rand(4436, generator=generator) < 0.5, NAN, -INF)
+    scores[3, :64] = -INF
+    assert levels_of(5000, 4, 16).levels == 3
+    check_picks(interpreter, scores, 4, 16)
+    check_picks(interpreter, scores, 12, 16)
+
+
 def test_a_row_has_its_picks_in_any_batch(interpreter: Interpreter) -> None:
     scores = torch.randn(4, 100, generator=torch.Generator().manual_seed(3)).round(decimals=1)
     scores[1] = NAN
