@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tests.invariants import apply
+from tests.invariants import apply, copy_program
 from tests.strategies.attention import Spelling
+from tests.strategies.record_gathers import Lying, prepared
 from tests.strategies.tracing import trace
 from v41.lowering.templates.attention import AttentionKernel, generate
 from v41.passes.canonicalize import canonicalize
 from v41.passes.outline_attention import KIND, outline_attention
 from v41.passes.partition import partition
+from v41.passes.take_in_gathers import take_in_gathers
 from v41.regions import region_of, regions
 
 
@@ -34,6 +36,21 @@ def piece(spelling: Spelling) -> GraphModule:
 
 def kernel_of(spelling: Spelling) -> AttentionKernel:
     made = generate(piece(spelling))
+    assert isinstance(made, AttentionKernel), made
+    return made
+
+
+@cache
+def lying_piece(case: Lying) -> GraphModule:
+    """The one piece of `case` that is its region."""
+    gm = copy_program(prepared(case))
+    apply(take_in_gathers, gm)
+    (found,) = [each.body for each in partition(gm, cut_at=(KIND,)).pieces if list(regions(each.body, KIND))]
+    return found
+
+
+def lying_kernel(case: Lying) -> AttentionKernel:
+    made = generate(lying_piece(case))
     assert isinstance(made, AttentionKernel), made
     return made
 

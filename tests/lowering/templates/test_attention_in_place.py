@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tests.invariants import apply, copy_program
 from tests.lowering.rowwise.running import interpret
-from tests.lowering.templates.regions import by_role, fitted, inputs_of, kernel_of, piece
+from tests.lowering.templates.regions import by_role, fitted, inputs_of, kernel_of, lying_kernel, lying_piece, piece
 from tests.strategies.attention import Spelling
-from tests.strategies.record_gathers import Lying, prepared
+from tests.strategies.record_gathers import Lying
 from tests.triton_interpreter import Interpreter
-from v41.lowering.templates.attention import AttentionKernel, Spread, generate
+from v41.lowering.templates.attention import Spread
 from v41.lowering.templates.attention.form import KIND, form_of
 from v41.lowering.templates.attention.keys import places
-from v41.passes.partition import partition
-from v41.passes.take_in_gathers import take_in_gathers
 from v41.regions import region_of, regions
 
 SLOTS, ENTRIES = 3, 90
@@ -36,21 +32,6 @@ CASES = (
 )
 QUICK = CASES[:1] + CASES[4:5]
 SPREADS = (Spread(0, 8), Spread(16, stages=3), Spread(32, whole=False))
-
-
-@cache
-def lying_piece(case: Lying) -> GraphModule:
-    """The one piece of `case` that is its region."""
-    gm = copy_program(prepared(case))
-    apply(take_in_gathers, gm)
-    (found,) = [each.body for each in partition(gm, cut_at=(KIND,)).pieces if list(regions(each.body, KIND))]
-    return found
-
-
-def lying_kernel(case: Lying) -> AttentionKernel:
-    made = generate(lying_piece(case))
-    assert isinstance(made, AttentionKernel), made
-    return made
 
 
 def drawn(case: Lying, rows: int, seed: int = 0) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Attention of every preset, all heads or a rank's share of them, compiles for Hopper and Blackwell.
+"""Attention of every preset, all heads or a rank's share of them, compiles for Hopper and Blackwell, whether it reads
+records in caches, as programs have it, or is handed them.
 
 Next to nothing is spilled. What each takes stands at the end of the tests' output.
 """
@@ -10,8 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.lowering.templates.regions import kernel_of
+from tests.lowering.templates.regions import kernel_of, lying_kernel
 from tests.strategies.attention import Spelling
+from tests.strategies.record_gathers import Lying
 from v41.lowering.cross_compile import Request, compile_for
 from v41.lowering.rowwise.schedule import ALL
 from v41.lowering.templates.attention import AttentionKernel
@@ -20,8 +22,9 @@ from v41.model_def.config import V41Config
 
 POINTER = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.bool: "*i1", torch.uint8: "*u8",
            torch.int16: "*i16", torch.int32: "*i32"}  # fmt: skip
-SPILLED = 64  # bytes a thread, of each of two launches
-OF_ONE = 512  # of one: on sm_90 at most 40 with Triton 3.6, 400 with 3.9
+SPILLED = {False: 64, True: 448}  # bytes a thread, of each of two launches, handed records and in place: 40 with Triton
+# 3.6 and on sm_90, 400 on sm_100 with 3.9
+OF_ONE = {False: 512, True: 2048}  # of one on sm_90: at most 40 with Triton 3.6, 400 and 1,984 with 3.9
 SHARED = 227 << 10  # bytes a program may have
 
 
@@ -43,7 +46,8 @@ def requests(kernel: AttentionKernel, rows: int, arch: str) -> list[Request]:
     given = iter([torch.empty([rows if size is None else size for size in shape], dtype=d) for shape, d in described])
     inputs = [None if what is None else next(given) for what in kernel.inputs]
     call = kernel.prepare(inputs, by_rows(rows, one_launch=arch == "sm_90"))
-    types = dict(zip(kernel.function.arg_names, (POINTER[arg.dtype] for arg in call.arguments), strict=False))
+    of_each = (POINTER[arg.dtype] if isinstance(arg, torch.Tensor) else "i32" for arg in call.arguments)
+    types = dict(zip(kernel.function.arg_names, of_each, strict=False))
     return [
         Request(str(kernel.path), kernel.name, types, constants | {"PACKED": True}, arch, (), options)  # as on a GPU
         for _, constants, options in call.steps()
@@ -53,19 +57,29 @@ def requests(kernel: AttentionKernel, rows: int, arch: str) -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ("sm_90", "sm_100"))
 @pytest.mark.parametrize(
-    ("preset", "ratio", "ranks"), [("flash", 1, 1), ("flash", 0, 1), ("flash", 1, 4), ("flash", 1, 8), ("tiny", 1, 1)]
+    ("preset", "ratio", "ranks", "lies"),
+    [
+        ("flash", 1, 1, True),
+        ("flash", 1, 1, False),
+        ("flash", 0, 1, True),
+        ("flash", 1, 4, True),
+        ("flash", 1, 8, True),
+        ("tiny", 1, 1, True),
+    ],
 )
 def test_compiles_with_hardly_a_spill(
-    preset: str, ratio: int, ranks: int, arch: str, record_property: Callable[[str, object], None]
+    preset: str, ratio: int, ranks: int, lies: bool, arch: str, record_property: Callable[[str, object], None]
 ) -> None:
-    kernel = kernel_of(spelling(preset, ratio, ranks))
+    spelled = spelling(preset, ratio, ranks)
+    kernel = lying_kernel(Lying(spelled)) if lies else kernel_of(spelled)
     asked = [request for rows in (1, 16, 64, 1024) for request in requests(kernel, rows, arch)]
     for request, fact in zip(asked, compile_for(asked), strict=True):
         step, slice_ = request.constants["STEP"], request.constants["SLICE"]
-        label = f"{preset}/{ranks} ratio {ratio} {fact.arch} STEP={step} SLICE={slice_}"
+        where = "in place" if lies else "handed"
+        label = f"{preset}/{ranks} ratio {ratio} {where} {fact.arch} STEP={step} SLICE={slice_}"
         facts = f"{fact.registers} registers, {fact.spill_bytes} bytes spilled, {fact.shared_bytes} shared"
         record_property(label, facts)
-        assert fact.spill_bytes <= (OF_ONE if step == ALL else SPILLED), label
+        assert fact.spill_bytes <= (OF_ONE if step == ALL else SPILLED)[lies], label
         assert fact.shared_bytes <= SHARED, label
         products = ("mma.sync" if kernel.heads < 64 else "tcgen05" if arch == "sm_100" else "wgmma") + "."
         made = [each for each in ("mma.sync.", "tcgen05.mma.", "wgmma.mma") if each in fact.ptx]
