@@ -117,9 +117,15 @@ HINTS = {
         "nothing to change: steps were longer with it; `v41 bench overlap --sites` measures it again",
     "it spares more than fork and join cost": "nothing to change: the split piece takes as long as the whole one",
 }
+AS_IT_IS = "nothing to change"  # so begin the hints of what no other spelling of the model would spare
 GENERAL = "change the line at fault so that the rule holds; meanwhile these nodes run as they are: right, only slower"
 
 
 def hint(decision: Decision) -> str:
     """What to do about a refusal; without a hint of its own, what a refusal costs."""
     return HINTS.get(str(decision.rule), GENERAL)
+
+
+def is_to_mend(decision: Decision) -> bool:
+    """Whether another spelling of the model would spare this refusal: such a one is what --strict counts."""
+    return not decision.applied and not hint(decision).startswith(AS_IT_IS)

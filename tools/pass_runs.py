@@ -23,6 +23,7 @@ from v41.passes.pipeline import PIPELINE
 from v41.passes.plan_passes import PLAN_PASSES
 from v41.report import PassRun
 from v41.tools.expected import differences, regions_found
+from v41.tools.hints import is_to_mend
 from v41.tools.nearest import choices
 from v41.tools.run import Run
 from v41.tools.saved_passes import run_from
@@ -50,8 +51,8 @@ class Told:
 
 
 def troubled(run: PassRun) -> bool:
-    """Whether a pass refused a site or failed."""
-    return run.refused > 0 or run.failure is not None
+    """Whether a pass failed, or refused a site that another spelling of the model would have spared."""
+    return run.failure is not None or any(map(is_to_mend, run.decisions))
 
 
 class Pipe(Console):
