@@ -39,3 +39,10 @@ def fresh(artifact: Artifact) -> Artifact:
     """`artifact`, with results in memory of their own: what a graph returned is overwritten by graphs of its rung that
     were captured in a step in which it was free by then."""
     return artifact.taken if isinstance(artifact, AllKept) else artifact
+
+
+def parts_of(artifact: Artifact) -> list[Artifact]:
+    """What was compiled for `artifact`: the parts of a piece that runs one or the other, else itself."""
+    if not isinstance(artifact, AllKept):
+        return [artifact]
+    return [artifact.taken, *([] if artifact.rest is None else [artifact.rest])]

@@ -55,7 +55,7 @@ from v41.passes.side_work import HALVES
 from v41.plan import Plan
 from v41.regions import REDUCED, cuts, flatten, region_of, regions
 from v41.report import Captures, CompileReport, programs_wanted, publish
-from v41.runtime.all_kept import AllKept
+from v41.runtime.all_kept import AllKept, parts_of
 from v41.runtime.capture import CudaGraphs, Graphs
 from v41.runtime.executor import Artifact, Run, eager_artifact, executor
 from v41.runtime.replay import Replayer
@@ -148,8 +148,9 @@ def build(
         report.passes.append(run)
         who = f"{who}; {sites_told(run, plan)}"
     report.options["overlap"] = ("on" if plan.overlapped else "off", who)
-    report.options |= options_of(made.rewrites for made in artifacts.values() if hasattr(made, "rewrites"))
-    granted = granted_by(artifacts.values(), plan.sizes)
+    parts = [part for made in artifacts.values() for part in parts_of(made)]
+    report.options |= options_of(part.rewrites for part in parts if hasattr(part, "rewrites"))
+    granted = granted_by(parts, plan.sizes)
     if granted:
         report.options["granted"] = ("; ".join(granted), "v41; a call that breaks one runs ATen nodes")
     report.seconds["codegen"] = clock() - start

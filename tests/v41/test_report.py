@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.fx import GraphModule
 
 import v41
 from tests.strategies.tracing import trace
@@ -18,6 +19,7 @@ from v41.lowering.rewrites import Rewrites
 from v41.lowering.short_sorts import MOST
 from v41.passes.structure import structure_key
 from v41.report import CompileReport, Decision, PassRun, programs_wanted, publish, refused, source_of
+from v41.runtime.all_kept import AllKept
 from v41.runtime.executor import eager_artifact
 
 
@@ -109,11 +111,19 @@ class Telling:
         return self.run(*args)
 
 
+def telling(body: GraphModule, of_rows_kept: bool) -> Any:
+    """What runs `body`; of_rows_kept: one of two that do, as in a piece that takes rows where some are left out."""
+    one = Telling(eager_artifact(body))
+    inputs = len(body.graph.find_nodes(op="placeholder"))
+    return AllKept(-1, (), (None,), range(inputs), one, Telling(eager_artifact(body))) if of_rows_kept else one
+
+
+@pytest.mark.parametrize("times", [1, 2])
 def test_what_is_told_of_products_sorts_and_sizes_comes_back_from_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("V41_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(backend, "eager_artifact", lambda body: Telling(eager_artifact(body)))
+    monkeypatch.setattr(backend, "eager_artifact", lambda body: telling(body, times == 2))
     found = []
     for _ in range(2):
         torch.compiler.reset()
@@ -126,10 +136,10 @@ def test_what_is_told_of_products_sorts_and_sizes_comes_back_from_the_cache(
     names = ("products", "grouped products", "orders of orders", "sorts", "granted")
     assert [tuple(report.options[name][0] for name in names) for report in found] == [
         (
-            "2 of widened 16-bit floats take them as they are",
-            f"3 have a kernel for up to {MEAN} rows a group",
-            "1 written as the inverse of the order",
-            f"4 have a kernel for up to {MOST} integers",
+            f"{2 * times} of widened 16-bit floats take them as they are",
+            f"{3 * times} have a kernel for up to {MEAN} rows a group",
+            f"{1 * times} written as the inverse of the order",
+            f"{4 * times} have a kernel for up to {MOST} integers",
             "rows > 1",
         )
     ] * 2
