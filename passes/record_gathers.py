@@ -17,10 +17,25 @@ from torch.fx import Node
 
 from v41._compat import outside_fake_mode
 from v41.passes.analysis.probe import evaluate, shape_drawn
-from v41.passes.matching import RESHAPES, VIEWS, aten, cone, fake, is_pointwise, same_sizes, shape
+from v41.passes.matching import RESHAPES, aten, cone, fake, is_constant, prims, same_sizes, shape
 
 IN_ORDER = RESHAPES - {aten.permute.default, aten.transpose.int, aten.t.default}  # views that move no element
 TRIED = (1 << 40, -1, 2, 0, -(1 << 40), 1)  # picks; the largest lies beyond every cache
+COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
+CHOOSE = {  # each element is one of those that it reads in its place, or says how these compare
+    aten.where.self,
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.relu.default,
+    *(getattr(aten, name).Scalar for name in COMPARED),
+    *(getattr(aten, name).Tensor for name in COMPARED),
+}
+LOGIC = {aten.bitwise_not.default, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor,
+         aten.logical_not.default, aten.logical_and.default, aten.logical_or.default}  # fmt: skip
+NUMBERS = {aten.full.default: 1, aten.scalar_tensor.default: 0}  # which argument says what all elements are
 
 
 @dataclass(frozen=True)
@@ -138,23 +153,55 @@ class Reader:
         makes it is part of the gather. Where others read that, too, it is an operand like any."""
         if self.picks is None:
             return False
-        nodes, leaves = cone(self.order, index, {self.picks}, lambda node: is_pointwise(node) or node.target in VIEWS)
+        nodes, leaves = cone(self.order, index, {self.picks}, self._chooses)
         inside = {*nodes, *self.nodes}
         if leaves != [self.picks] or not all(inside.issuperset(node.users) for node in nodes):
             return False
-        with outside_fake_mode():
-            sizes = shape_drawn(self.picks)
-            picks = torch.tensor(TRIED).repeat(sizes[0] * sizes[-1])[: sizes[0] * sizes[-1]].reshape(sizes)
-            try:
-                found = evaluate(nodes, {self.picks: picks}, index, keep_types=True)
-            except (RuntimeError, AssertionError):
-                return False
-            told = found if self.shows_hidden else torch.where(picks < 0, found.clamp(max=0), found)
-            if found.shape != picks.shape or not torch.equal(told, picks.clamp(min=0)):
-                return False
+        tried = _worth_trying(nodes)
+        if tried is None or not all(self._reads(pick, nodes, index) for pick in tried):
+            return False
         self.nodes |= dict.fromkeys(nodes)
         self._is(self.picks, "picks")
         return True
+
+    def _chooses(self, node: Node) -> bool:
+        """Whether each element of `node` hangs on the same element of the picks, by choices and comparisons alone."""
+        assert self.picks is not None
+        value = fake(node)
+        chooses = (
+            node.target in IN_ORDER | CHOOSE
+            or (node.target in LOGIC and value is not None and value.dtype == torch.bool)
+            or (node.target is prims.convert_element_type.default and node.args[1] == torch.int64)
+        )
+        return chooses and same_sizes(_long(node), _long(self.picks))
+
+    def _reads(self, pick: int, nodes: Sequence[Node], index: Node) -> bool:
+        """Whether `index` says, where all picks are this one, what attention may read of it."""
+        assert self.picks is not None
+        with outside_fake_mode():
+            picks = torch.full(shape_drawn(self.picks), pick)
+            found = evaluate(nodes, {self.picks: picks}, index, keep_types=True)
+            told = found.clamp(max=0) if pick < 0 and not self.shows_hidden else found
+            return torch.equal(told.reshape(picks.shape), picks.clamp(min=0))
+
+
+def _worth_trying(nodes: Sequence[Node]) -> set[int] | None:
+    """Picks that tell what `nodes`, which choose among picks and numbers, make of any: what they choose changes next to
+    one of these numbers alone. None where one does not stand in the graph, such as an iota's."""
+    tried = set(TRIED)
+    for node in nodes:
+        numbers: list[object] = []
+        if node.target in NUMBERS:
+            numbers = [node.args[NUMBERS[node.target]]]
+        elif node.target in CHOOSE:
+            given = (each for each in (*node.args, *node.kwargs.values()) if each is not None)
+            numbers = [each for each in given if not isinstance(each, Node) or fake(each) is None]
+        elif is_constant(node):
+            return None
+        if not all(isinstance(each, int) for each in numbers):
+            return None
+        tried |= {each + step for each in numbers for step in (-1, 0, 1)}  # type: ignore[operator]
+    return tried
 
 
 def _long(node: Node) -> tuple[int | SymInt, ...]:

@@ -131,6 +131,15 @@ def lies_in_other_slots(site: Site) -> Node | None:
     return None if known in (None, slots) else slots
 
 
+def is_two_things(site: Site) -> Node | None:
+    """Whoever reads the region finds its operands by what they are to it; each has one role, and each role one."""
+    assert site.gather is not None
+    known = {node: role for role, node in site.operands.items() if role != "size"}
+    if site.first is not None and broken_rule(site.first, RULES) is None:
+        known |= site.first.gather.operands  # type: ignore[union-attr]
+    return next((node for node, role in site.gather.operands.items() if known.get(node, role) != role), None)
+
+
 def is_overwritten_for_it(site: Site) -> Node | None:
     """What would have to move behind the region and cannot: the region reads it, or it is no operator that computes."""
     late = set(site.written_over)
@@ -144,6 +153,7 @@ RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("what gathers them is read there alone", is_read_elsewhere),
     ("records of this step are those of its rows", counts_other_rows),
     ("all its records lie in one slot a row", lies_in_other_slots),
+    ("each of its operands is one thing to attention", is_two_things),
     ("what is written over them meanwhile can wait", is_overwritten_for_it),
     STAYS,  # nothing comes back: what gathers is read there alone, and what the region returns comes later
 )

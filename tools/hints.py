@@ -70,6 +70,8 @@ HINTS = {
     "records of this step are those of its rows":
         "nothing to change: rows were left out in between, so the records are gathered as before",
     "all its records lie in one slot a row": "read both branches of keys at one slot of each row's request",
+    "each of its operands is one thing to attention":
+        "keep window and entries in caches of their own, and make places, rows and masks apart",
     "what is written over them meanwhile can wait": "write the cache behind attention, or read what the write leaves",
     "between the products stand views, one cast and one rounding to groups at most": "round by fake_quant of a format",
     "the grouped product is rounded once": "multiply in fp32 and cast, or in bf16 without another cast",

@@ -25,6 +25,7 @@ SLOTS, ENTRIES = 4, 9
 BEFORE = (Pass(canonicalize), Pass(outline_attention))
 MADE = "its records are gathered from a cache by a slot a row and a place a key, or are of this step"
 ALONE = "what gathers them is read there alone"
+ONE_THING = "each of its operands is one thing to attention"
 WAITS = "what is written over them meanwhile can wait"
 WRITTEN = "nothing is written in between, and no effect reads it there"
 PLACES: dict[str, Callable[[Tensor], Tensor]] = {  # picks -> where they lie
@@ -33,7 +34,10 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {  # picks -> where they lie
     "the last": lambda picks: torch.where(picks >= 0, picks, ENTRIES - 1),
     "relu": lambda picks: picks.relu(),
     "clamped twice": lambda picks: picks.clamp(0, ENTRIES - 1),  # is no pick where it is larger
+    "but for one": lambda picks: torch.where(picks == 5, 0, picks.clamp(min=0)),
+    "but in late rows": lambda picks: torch.where(torch.arange(len(picks))[:, None] < 4, picks.clamp(min=0), 0),
 }
+NO_PICKS = ("clamped twice", "but for one", "but in late rows")  # of PLACES
 SLOT: dict[str, Callable[[Tensor, int], Tensor]] = {  # of each row, for so many keys
     "unsqueezed": lambda slots, count: slots.unsqueeze(-1),
     "expanded": lambda slots, count: slots[:, None].expand(-1, count),
@@ -47,6 +51,8 @@ FLAWS = {  # what is wrong -> the branch that it is wrong of, the rule it breaks
     "records are returned": ("picked", ALONE),
     "of other rows": ("window", "records of this step are those of its rows"),
     "in other slots": ("picked", "all its records lie in one slot a row"),
+    "one cache for both": ("picked", ONE_THING),
+    "one mask for both": ("window", ONE_THING),
     "one cache, written in between": ("window", WAITS),
     "an input is written": ("window", WRITTEN),
 }
@@ -93,6 +99,10 @@ class Lying:
         count = 6 if s.picked is None else 8
         (q, cos, sin, other, window, seen, *more), rest = given[:count], given[count:]
         slots, others, at, rows, into, in_step, records, sink, ring, entries = rest
+        if self.flaw == "one mask for both":
+            in_step = seen
+        if self.flaw == "one cache for both":
+            entries = ring
         results: list[Any] = []
         windows = [self.windows(window, ring, slots, at, records, rows, in_step) for _ in range(self.layers)]
         if self.written or self.flaw == "one cache, written in between":
@@ -125,7 +135,7 @@ class Lying:
 
     def entries(self, entries: Tensor, ring: Tensor, slots: Tensor, picks: Tensor) -> Tensor:
         """Records of the picked entries of each row."""
-        if self.flaw == "one cache, written in between":
+        if self.flaw in ("one cache, written in between", "one cache for both"):
             return ring[slots.unsqueeze(-1), picks.clamp(min=0) % ring.shape[1]]
         if self.flaw == "taken from a joined cache":
             joined = slots.unsqueeze(-1) * ENTRIES + picks.clamp(min=0)
@@ -137,8 +147,8 @@ class Lying:
     def shaped(self) -> Lying:
         """The same with what its flaw needs."""
         case = self
-        if self.flaw == "one cache, written in between":
-            case = replace(case, spelling=replace(case.spelling, records="all fp8"))
+        if self.flaw in ("one cache, written in between", "one cache for both"):
+            case = replace(case, written=False, spelling=replace(case.spelling, records="all fp8"))
         if self.flaw:
             case = replace(case, window="step", picked="slots", spelling=replace(case.spelling, picked=3))
         return case
