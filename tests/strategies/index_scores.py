@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.strategies.mhc import drawn_like
+from tests.strategies.tracing import trace
 from v41.model_def.indexer import ascending_picks, candidate_mask
 from v41.model_def.quantization import GROUP, MXFP4_RECORD, decode_e2m1, power_of_two, unpack_pairs
 from v41.model_def.topk import topk_lowest_index
@@ -57,6 +59,19 @@ CHOICES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "stable sort": lambda s, k: s.sort(dim=-1, descending=True, stable=True).indices[:, :k],
     "topk": lambda s, k: s.topk(k, dim=-1).indices,
 }  # fmt: skip
+
+
+@cache
+def slices_have_k() -> bool:
+    """Whether torch knows how many columns `[:, :k]` has where it knows nothing of how many there were. Some releases
+    give these a size of its own, and what has any number of picks is no site; they do not know either whether a tensor
+    of one block a row, or of none, is contiguous, so restrict_index_scores fails where one block is kept."""
+    gm = trace(lambda x: x.mT[:, :2] + 1, torch.ones(3, 2))
+    (cut,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.slice.Tensor and node.args[1] == 1)
+    before, after = (node.meta["val"].shape[1] for node in (cut.args[0], cut))
+    return isinstance(after, int) or after.node.expr.free_symbols <= before.node.expr.free_symbols
+
+
 OTHER_SCORES = "the scores are a sum over heads of weighed, rectified products of queries and keys"
 OTHER_PICKS = "the picks are the best entries that a row may see, ascending, then -1"
 OTHER_BLOCKS = "the blocks kept are the best by their best entry, and that of the newest entry a row sees"
@@ -207,13 +222,13 @@ def legal_indexers(draw: st.DrawFn) -> Indexer:
         draw(st.sampled_from(sorted(PRODUCTS))),
         draw(st.sampled_from(sorted(SUMS))),
         draw(st.sampled_from(sorted(MASKS))),
-        draw(st.sampled_from(sorted(CHOICES))),
+        draw(st.sampled_from(sorted(CHOICES if slices_have_k() else CHOICES.keys() - {"stable sort"}))),
         draw(st.sampled_from(ROLES)),
         heads,
         draw(st.integers(1, heads)),
         k=draw(st.integers(1, 4)),
         block=draw(st.integers(2, 4)),
-        keep=draw(st.integers(1, 3)),
+        keep=draw(st.integers(1 if slices_have_k() else 2, 3)),
         ratio=draw(st.sampled_from([1, 2, 4])),
         scale=draw(st.sampled_from([0.5, 0.0625, 1.5])),
         records=draw(st.booleans()),
