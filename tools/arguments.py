@@ -16,7 +16,7 @@ from v41.options import ALL_REDUCES, CODEGENS
 PRESETS = "tiny, bench (90 GB) or flash (503 GB), with random weights"
 MODELS = "a preset (tiny, bench, flash), a checkpoint folder, or MODULE:FUNCTION that returns (model, inputs)"
 MOST = 2**63
-TROUBLE = "a site was refused, a pass failed, or the config asks for other regions"
+TROUBLE = "a site was refused that the model could spell otherwise, a pass failed, or the config asks for other regions"
 RUN_OR_MODEL = f"a folder that v41 capture wrote, {MODELS} (tiny)"
 
 

@@ -157,13 +157,13 @@ def add_why_not(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("site", metavar="SITE", nargs="?", help="its node, or BODY/NODE (all that were refused)")
     command.add_argument("--all", action="store_true", help="tell each site, not one of many that are alike")
-    add_passes(command, "this pass refused a site or failed", position=False)
+    add_passes(command, "this pass failed or refused a site that the model could spell otherwise", position=False)
 
 
 def add_diff(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("--all", action="store_true", help="show each change, not one of many that are alike")
-    add_passes(command, "this pass refused a site or failed", position=False)
+    add_passes(command, "this pass failed or refused a site that the model could spell otherwise", position=False)
 
 
 def add_timeline(command: argparse.ArgumentParser) -> None:

@@ -40,14 +40,15 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def values(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Values:
-    """Words typed so far -> option -> the words that it takes, of options that take one of a few."""
+    """Words typed so far -> option -> the words that it takes; none where it takes any, so that files are offered and
+    no other option."""
     found: Values = {path: {}}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
                 found |= values(inner, (*path, name))
-        words = MODELS if action.dest == "model" else action.choices
-        if words is not None:
+        words = MODELS if action.dest == "model" else action.choices or ()
+        if action.nargs != 0:
             found[path] |= {option: [*map(str, words)] for option in action.option_strings}
     return found
 
@@ -101,7 +102,8 @@ def fish(found: Words, taken: Values) -> Iterator[str]:
         when = f"__fish_seen_subcommand_from {path[0]}" if path else "__fish_use_subcommand"
         for word, told in words.items():
             said = told.replace("'", "").replace("%%", "%")
-            takes = f" -x -a '{' '.join(taken[path][word])}'" if word in taken[path] else ""
+            some = taken[path].get(word)
+            takes = f" -x -a '{' '.join(some)}'" if some else " -r" if some is not None else ""
             yield f"complete -c v41 -n '{when}' {_flag(word)}{takes} -d '{said}'"
 
 

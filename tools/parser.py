@@ -41,7 +41,7 @@ EXAMPLES = {  # command -> what one types, and what for; None: of all commands
         ("v41 explain mhc_boundary_3 -m run/", "a region: attributes, pass, the lines it holds"),
         ("v41 explain mhc.py:66 -m run/", "what came of a line of the model"),
     ],
-    "passes": [("v41 passes run/ --strict", "exit code 1 where a pass refused a site or failed")],
+    "passes": [("v41 passes run/ --strict", "for CI: exit code 1 where a pass failed, or refused what has a hint")],
     "why-not": [
         ("v41 why-not outline_mhc -m run/", "all refused sites, else the nearest miss"),
         ("v41 why-not outline_mhc view_212 -m run/", "one of them"),

@@ -97,7 +97,8 @@ def lines(
     elif not run.decisions:
         yield f"{run.name} judged no site{f': {run.warning}' if run.warning else ''}"
     elif not sites:
-        yield f"{run.name} refused nothing: it applied all of {len(run.decisions)} sites"
+        count = len(run.decisions)
+        yield f"{run.name} refused nothing: it applied {f'all of {count} sites' if count > 1 else 'its one site'}"
     for same in [[site] for site in sites] if everything else alike(sites):
         site, more = same[0], f" and {len(same) - 1} more are" if len(same) > 1 else " is"
         if site.applied:

@@ -120,7 +120,7 @@ def test_completion_knows_every_command_and_option() -> None:
     [("v41 ex", ["explain"]), ("v41 cost --to", ["--tokens"]), ("v41 bench row", ["rowwise"]),
      ("v41 bench rowwise --c", ["--cases", "--contenders"]), ("v41 completion f", ["fish"]),
      ("v41 kernels run/ --arch sm_9", ["sm_90"]), ("v41 inspect fl", ["flash"]), ("v41 cost -m t", ["tiny"]),
-     ("v41 capture flash --all-reduce f", ["fused"])],
+     ("v41 capture flash --all-reduce f", ["fused"]), ("v41 inspect run/ --html -", [])],
 )  # fmt: skip
 def test_bash_completes(typed: str, offered: list[str], tmp_path: Path) -> None:
     (tmp_path / "completion").write_text(script(parser(), "bash"))

@@ -146,6 +146,16 @@ def test_why_not_of_a_pass_without_sites_says_why(name: str, told: str, run: Run
     assert run("why-not", name)[1][0] == told
 
 
+def test_what_a_pass_applied_is_told_in_the_right_number(
+    made: list[PassRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    applied = [each for each in fold_of(made).decisions if each.applied]
+    for some, told in ((applied[:1], "its one site"), (applied, f"all of {len(applied)} sites")):
+        path = save(tmp_path / "run.json", [replace(fold_of(made), decisions=some)])
+        assert main(["why-not", "fold_sinkhorn", "--run", str(path)]) == 0
+        assert capsys.readouterr().out == f"fold_sinkhorn refused nothing: it applied {told}\n"
+
+
 def test_a_loop_alone_makes_nobody_expect_a_boundary(made: list[PassRun]) -> None:
     """A model that has nothing to do with mHC is warned of nothing."""
     assert fold_of(made).applied and [each.name for each in made if each.warning] == []
