@@ -1,6 +1,6 @@
 """scalings: where a graph divides something by a root mean square, in any of the spellings of that.
 
-    x * rsqrt(mean(y * y) + eps)      x / sqrt(sum(y * y) / D + eps)      x * reciprocal(sqrt(...))
+    x * rsqrt(mean(y * y) + eps)      x / sqrt(sum(y * y) / D + eps)      x * (1 / sqrt(...))      x * (...) ** -0.5
 
 An RMSNorm is a scaling whose x and y are the same; mHC scales a projection by the RMS of what it projects.
 """
@@ -27,7 +27,7 @@ class Scaling:
 
 def find_scalings(node: Node) -> list[Scaling]:
     """The products with 1 / RMS that `node`, the root in it, leads to."""
-    inverse = node.target is aten.rsqrt.default
+    inverse = node.target is aten.rsqrt.default or (node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5)
     if not inverse and node.target is not aten.sqrt.default:
         return []
     square = node.args[0]
@@ -90,7 +90,8 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
     while stack:
         view = stack.pop()
         for user in view.users:
-            if user.target in RESHAPES or user.target is aten.expand.default:
+            times_1 = user.target is aten.mul.Tensor and user.args[1] == 1  # torch takes 1 / x for reciprocal(x) * 1
+            if user.target in RESHAPES or user.target is aten.expand.default or times_1:
                 stack.append(user)
             else:
                 yield view, user

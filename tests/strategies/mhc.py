@@ -64,6 +64,8 @@ DIVISIONS: dict[str, Piece] = {  # x / sqrt(v)
     "rsqrt first": lambda x, v: v.rsqrt() * x,
     "sqrt": lambda x, v: x / v.sqrt(),
     "reciprocal": lambda x, v: x * v.sqrt().reciprocal(),
+    "1 over a root": lambda x, v: x * (1 / v.sqrt()),
+    "a power": lambda x, v: x * v**-0.5,
 }
 NEAR_MISSES: dict[str, Piece] = {  # what is left of a sum over streams, given the sum and its last term
     "0.999 of": lambda total, last: 0.999 * total,
