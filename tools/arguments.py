@@ -64,7 +64,8 @@ def add_step(command: argparse.ArgumentParser, tokens: list[int]) -> None:
     """Which steps are reckoned."""
     told = f"rows of each step: up to 256 decode, more are one prefill ({','.join(map(str, tokens))})"
     command.add_argument("--tokens", type=counts, default=tokens, metavar="N,N", help=told)
-    command.add_argument("--context", type=positive, default=4096, metavar="N", help="tokens that decode reads (4096)")
+    told = "tokens that decode reads (4096, or as many as the model can)"
+    command.add_argument("--context", type=positive, metavar="N", help=told)
     command.add_argument("--size", type=named_size, action="append", default=[], metavar="NAME=N",
                          help="another size of the program; may be repeated")  # fmt: skip
 

@@ -91,7 +91,7 @@ def memory_of(plan: Plan, step: Step) -> Memory:
                   tuple((buffer, sizes[buffer.name]) for buffer in full))  # fmt: skip
 
 
-def pools_of(run: Run, context: int, given: dict[str, int]) -> list[Memory]:
+def pools_of(run: Run, context: int | None, given: dict[str, int]) -> list[Memory]:
     """For each rung of rows up to which a step is captured whole."""
     most = run.plan.whole.get("rows", 0)
     rungs = [rung for rung in run.plan.buckets.get("rows", ()) if rung <= most] if run.config is not None else []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from v41._compat import without_storage
 from v41._compat_tools import marked_sizes
-from v41.errors import SizesMissing, StepTooLarge
+from v41.errors import ContextBeyondModel, SizesMissing, StepTooLarge, UnusedOption
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
@@ -24,7 +24,7 @@ from v41.model_def.config import V41Config
 from v41.plan import Plan
 from v41.tools.tables import counted
 
-CONTEXT = 4096
+CONTEXT = 4096  # tokens that decode reads where none are given, or as many as the model can
 MOST = 1 << 20  # rows of a step: a Batch of them takes seconds, and no step has as many
 
 
@@ -44,12 +44,13 @@ def step_of_rows(
     plan: Plan,
     config: V41Config | None,
     rows: int,
-    context: int = CONTEXT,
+    context: int | None = None,
     given: Mapping[str, int] | None = None,
     buckets: Buckets | None = None,
 ) -> Step:
-    """A step of `rows`. given: sizes that are something else. SizesMissing for what has no name and is not given,
-    StepTooLarge of a V4.1 model with more than MOST rows.
+    """A step of `rows`. context: tokens that each row of decode reads (CONTEXT, or as many as the model can). given:
+    sizes that are something else. SizesMissing for what has no name and is not given. Of a V4.1 model StepTooLarge with
+    more than MOST rows, ContextBeyondModel with more tokens than it can read; of another UnusedOption for `context`.
 
     buckets: sizes are rounded up to these.
     """
@@ -57,6 +58,8 @@ def step_of_rows(
     names = dict.fromkeys(sizes.values())
     if config is not None and rows > MOST:
         raise StepTooLarge("--tokens", rows=rows, most=MOST)
+    if config is None and context is not None:
+        raise UnusedOption("--context", option="--context", reason="only of V4.1 is known which sizes follow from it")
     if config is None:
         label, known = counted(rows, "row"), dict.fromkeys(names, rows)
     else:
@@ -75,11 +78,13 @@ def named_sizes(plan: Plan) -> dict[str, str]:
     return plan.sizes | {u: u for piece in plan.pieces for u in piece.sizes if u not in plan.sizes}
 
 
-def chunks_of(config: V41Config, rows: int, context: int) -> tuple[str, list[Chunk]]:
+def chunks_of(config: V41Config, rows: int, context: int | None) -> tuple[str, list[Chunk]]:
     """Requests that decode, or, of more rows than such a step has, that read their prompts: few, as long as may be."""
     most = config.max_position_embeddings
+    if context is not None and context > most:
+        raise ContextBeyondModel("--context", context=context, most=most)
     if rows <= Buckets().decode[-1]:
-        tokens = [0] * min(context, most)
+        tokens = [0] * (context or min(CONTEXT, most))
         return f"decode of {rows} at {len(tokens)} tokens", [Chunk(tokens, len(tokens) - 1, i) for i in range(rows)]
     lengths = [most] * (rows // most) + [rows % most] * (rows % most > 0)
     label = f"prefill of {rows}" + f" in {len(lengths)} requests" * (len(lengths) > 1)
@@ -96,7 +101,7 @@ def sizes_of_batch(config: V41Config, chunks: list[Chunk], buckets: Buckets | No
 
 
 def steps_of(
-    plan: Plan, config: V41Config | None, rows: Iterable[int], context: int, given: Mapping[str, int]
+    plan: Plan, config: V41Config | None, rows: Iterable[int], context: int | None, given: Mapping[str, int]
 ) -> list[Step]:
     return [step_of_rows(plan, config, count, context, given) for count in rows]
 

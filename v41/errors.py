@@ -258,6 +258,13 @@ class StepTooLarge(V41Error):
     fix = "give at most {most} rows"
 
 
+class ContextBeyondModel(V41Error):
+    """facts: context, most."""
+
+    found = "no request of this model has {context} tokens: it knows positions for {most}"
+    fix = "give at most {most} tokens"
+
+
 class RowsBeyondBuckets(V41Error):
     """facts: rows, most."""
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tests.tools.printed import printed
 from tests.tools.small_models import WIDTH, run_of_balanced
-from v41.errors import SizesMissing, StepTooLarge, UnknownGPU
+from v41.errors import ContextBeyondModel, SizesMissing, StepTooLarge, UnknownGPU, UnusedOption
 from v41.model_def.batch import block_counts
 from v41.model_def.buckets import Buckets
 from v41.model_def.config import V41Config
@@ -89,6 +89,20 @@ def test_a_step_has_the_sizes_of_a_batch(preset: str) -> None:
     length, requests = min(3000, most), -(-3000 // most)
     wanted = {"rows": 3000, "requests": requests, "longest": length, "logits": requests, **counted(config, length)}
     assert step_of_rows(plan, config, 3000).sizes == wanted
+
+
+def test_decode_reads_what_the_model_can_and_no_more() -> None:
+    """Unasked for, 4096 tokens or as many as there are positions; what is asked for is never cut in silence."""
+    plan, config = Plan((), (), {}, (), {"u0": "rows"}), V41Config.preset("tiny")
+    most = config.max_position_embeddings
+    for context in (None, most):
+        assert step_of_rows(plan, config, 2, context).label == f"decode of 2 at {most} tokens"
+    assert step_of_rows(plan, V41Config.preset("flash"), 2).label == "decode of 2 at 4096 tokens"
+    for rows in (2, 4096):
+        with pytest.raises(ContextBeyondModel, match=f"at most {most} tokens"):
+            step_of_rows(plan, config, rows, most + 1)
+    with pytest.raises(UnusedOption, match="--context"):  # another model's sizes are rows
+        step_of_rows(plan, None, 2, 64)
 
 
 def counted(config: V41Config, context: int) -> dict[str, int]:
