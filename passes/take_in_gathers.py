@@ -245,11 +245,13 @@ def attributes(sites: list[Site]) -> dict[str, Any]:
 
 
 def _taken_in(gm: GraphModule, sites: list[Site], attrs: dict[str, Any]) -> Node:
-    gathers = {node for site in sites for node in site.gather.nodes}  # type: ignore[union-attr]
-    late = sorted({node for site in sites for node in site.written_over}, key=sites[0].order.__getitem__)
+    order = sites[0].order.__getitem__
+    gathers = sorted({node for site in sites for node in site.gather.nodes}, key=order)  # type: ignore[union-attr]
+    late = sorted({node for site in sites for node in site.written_over}, key=order)
     before = set(gm.graph.nodes)
     inline(gm, sites[0].call)
-    call = outline(gm, [node for node in gm.graph.nodes if node in gathers or node not in before], kind=KIND, **attrs)
+    told = [*gathers, *(node for node in gm.graph.nodes if node not in before)]
+    call = outline(gm, told, kind=KIND, in_order=told, **attrs)
     last = call
     while last.next in call.users:
         last = last.next

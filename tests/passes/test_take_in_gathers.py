@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from torch.fx import GraphModule, Node
 
@@ -53,6 +54,7 @@ TOLD = (
     "one mask for both",
 )  # by seeded bugs
 QUICK = TOLD[::3]
+LOOKS = {"_in_step": (2, torch.bool), "_rows": (2, torch.int64), "_records": (2, None), "slots": (1, torch.int64)}
 OF_WINDOW = Lying(Spelling(rope="none", picked=None))
 
 
@@ -69,13 +71,15 @@ def taken_in(case: Lying) -> tuple[GraphModule, list[Decision]]:
 def check(case: Lying, gm: GraphModule, decisions: list[Decision]) -> None:
     """What each region says, and which rule is named of the branch that a flaw is of."""
     calls = list(regions(gm, KIND))
-    assert len(calls) == case.layers
+    assert len(calls) == case.calls
     for call, told in zip(calls, batched(decisions, len(case.sources)), strict=True):
         check_region(case, call, dict(zip(module.BRANCHES, told, strict=False)))
 
 
 def check_region(case: Lying, call: Node, told: dict[str, Decision]) -> None:
     attrs, sources = region_of(call).attrs, dict(zip(told, case.sources, strict=True))
+    for role, operand in zip(attrs["operands"], call.args[2:], strict=True):
+        check_operand(role, operand)
     of, rule = FLAWS[case.flaw] if case.flaw else ("", "")
     broken = {name for name in told if case.flaw and (name == of or case.flaw == "an input is written")}
     assert {name: decision.rule for name, decision in told.items() if sources[name] != "rows"} == {
@@ -92,6 +96,14 @@ def check_region(case: Lying, call: Node, told: dict[str, Decision]) -> None:
         assert (f"{name}_places" in roles) == (source != "rows" and not by_picks)
         for role in ("in_step", "records", "rows"):
             assert (f"{name}_{role}" in roles) == (source == "step")
+
+
+def check_operand(role: str, operand: Any) -> None:
+    """It looks like what it is said to be: by its axes, and what they hold."""
+    for end, (axes, dtype) in LOOKS.items():
+        if role.endswith(end):
+            value = operand.meta["val"]
+            assert (value.ndim, dtype or value.dtype) == (axes, value.dtype), f"{role} is {operand.format_node()}"
 
 
 def batched(values: list[Any], count: int) -> list[list[Any]]:
@@ -125,8 +137,8 @@ def test_legal_gathers_fire_and_flawed_ones_do_not() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [MODEL, OF_WINDOW, Lying(layers=2), Lying(places="but for one")],
-    ids=["both", "window alone", "two layers", "places of their own"],
+    [MODEL, OF_WINDOW, Lying(layers=2), Lying(places="but for one"), replace(OF_WINDOW, again=True)],
+    ids=["both", "window alone", "two layers", "places of their own", "what is written is read, too"],
 )
 def test_the_model_s_own_spelling_is_taken_in(case: Lying) -> None:
     gm, decisions = taken_in(case)

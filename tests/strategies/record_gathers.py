@@ -63,7 +63,7 @@ class Lying:
     """How records of `spelling` come to its attention. window, picked: sources, as take_in_gathers calls them.
 
     written: the ring takes in this step's records behind the gather, as the model does. layers: attention of several is
-    traced once.
+    traced once. again: what was written is gathered, too, in front of the first attention, for one more behind it.
     """
 
     spelling: Spelling = field(default_factory=lambda: Spelling(rope="none", sink=True))
@@ -73,7 +73,13 @@ class Lying:
     slot: str = "unsqueezed"
     written: bool = True
     layers: int = 1
+    again: bool = False
     flaw: str = ""
+
+    @property
+    def calls(self) -> int:
+        """How often the program attends."""
+        return self.layers + self.again
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """What `run` takes: rows, and what has none."""
@@ -107,6 +113,8 @@ class Lying:
         windows = [self.windows(window, ring, slots, at, records, rows, in_step) for _ in range(self.layers)]
         if self.written or self.flaw == "one cache, written in between":
             ring[torch.where(into > 0, slots, SLOTS - 1), into] = records
+        if self.again:
+            windows.append(self.windows(window, ring, slots, at, records, rows, in_step))
         for window in windows:
             if s.picked is not None and self.picked != "rows":
                 owner = others if self.flaw == "in other slots" else slots
@@ -160,7 +168,7 @@ class Lying:
         if self.flaw == "of other rows":
             names[-1] = "records"
 
-        attend = as_subgraph(self.spelling.attention) if self.layers > 1 else self.spelling.attention
+        attend = as_subgraph(self.spelling.attention) if self.calls > 1 else self.spelling.attention
         gm = trace(lambda *given: self.run(attend, *given), *rows, static=held, sizes=names)
         gm, _ = run_pipeline(gm, BEFORE, strict=True)
         if self.flaw == "an input is written":
