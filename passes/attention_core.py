@@ -4,7 +4,8 @@
 
 `find_cores` walks from each softmax up to the product that makes its scores and down to the one that reads values. Its
 operands are where that walk ends: what works element by element, moves or reduces belongs to it, all else does not.
-`meaning_of` runs the core on random numbers, with random keys hidden, and compares with the formula above, in fp64.
+`meaning_of` runs the core on random numbers, with random keys hidden, and compares with the formula above, in fp64;
+again with large scores, for what bounds them shows there alone.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ SOFTMAXES = (aten.exp.default, aten._softmax.default)
 REDUCTIONS = (aten.amax.default, aten.max.dim, aten.sum.dim_IntList, aten._softmax.default)
 MOVES = (aten.cat.default, aten.clone.default)
 FAR = 64  # nodes behind a softmax that are looked at
+LARGE = 2.0**17  # times the scores that were drawn: beyond what a clamp leaves
 CUTS = (aten.slice.Tensor, aten.select.int)
 OF_MASKS = (aten.bitwise_not.default, aten.logical_not.default, aten.cat.default)
 AT_LEAST = {(aten.ge.Scalar, 0), (aten.gt.Scalar, -1)}  # what makes a mask of picks
@@ -222,7 +224,8 @@ class Meaning:
     """scale: of the scores. over: what p is relative to, "max" of the scores, "max_and_sink" or "total".
 
     masks: role of each mask, in the order of the branches they hide: "visible", "hidden" or "picks".
-    reads_hidden: whether a hidden key that is NaN shows. empty: what a row gets that sees no key, "zero" or "nan".
+    reads_hidden: whether a hidden key that is NaN shows. empty: what a row gets that sees no key, "zero", "nan" or, as
+    where large numbers stand for -inf, "other".
     """
 
     scale: float
@@ -295,22 +298,28 @@ class Trial:
         return float(scores.amax() - scores.amin())
 
     def over(self) -> str | None:
-        """What p is relative to, where output and p are those of an attention."""
+        """What p is relative to, where both p and output are those of an attention: the output of large scores, too."""
         given = self.draw(0.6)
-        q = given[self.core.queries]
-        heads, width, _ = (int(size) for size in self.core.sizes)  # type: ignore[call-overload]
-        q, visible = q.reshape(q.shape[0], heads, width), self.visible(given)
-        k = torch.cat([given[branch].reshape(len(q), -1, width) for branch in self.core.branches], 1)
-        sink = given[self.core.others[0]].reshape(-1, 1) if self.core.others else torch.tensor(-torch.inf)
-        forms, o = attend(q, k, visible, self.scale, sink)
-        if not _close(self.output(given), o):
+        scored = {self.core.queries, *self.core.others}
+        large = {node: value * LARGE if node in scored else value for node, value in given.items()}
+        forms, o = self.wanted(given)
+        if not _close(self.output(given), o) or not _close(self.output(large), self.wanted(large)[1]):
             return None
         p = self.output(given, self.core.probabilities)
         p = p if self.core.pv.args[0] is self.core.probabilities else p.mT
         return next((name for name, form in forms.items() if p.shape[1:] == form.shape[1:] and _close(p, form)), None)
 
+    def wanted(self, given: Mapping[Node, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """p in each form, and o."""
+        q, visible = given[self.core.queries], self.visible(given)
+        heads, width, _ = (int(size) for size in self.core.sizes)  # type: ignore[call-overload]
+        k = torch.cat([given[branch].reshape(len(q), -1, width) for branch in self.core.branches], 1)
+        sink = given[self.core.others[0]].reshape(-1, 1) if self.core.others else torch.tensor(-torch.inf)
+        return attend(q.reshape(len(q), heads, width), k, visible, self.scale, sink)
+
     def empty(self) -> str:
-        return "nan" if self.output(self.draw(0.0)).isnan().any() else "zero"
+        found = self.output(self.draw(0.0))
+        return "nan" if found.isnan().any() else "other" if found.any() else "zero"
 
     def shows_hidden(self) -> bool:
         given = self.draw(0.6)

@@ -51,6 +51,7 @@ ALL = (  # every way to write a part, at least once
     Spelling(softmax="exp of max", records="all fp8", picked=5, turned_back=False, heads=1, window=2, sink=False),
     Spelling("matmul", softmax="softmax, sink first", records="window", picked=2, width=64, rotary=32),
     Spelling(softmax="divided first", rope="none", records="none", heads=3),
+    Spelling("matmul", "a large number", zeroed="not", rope="none", records="none", picked=None, sink=False),
 )  # fmt: skip
 FIRST = ALL[1]
 OF_SYMBOLS = with_flaw("as many keys as rows")
@@ -185,6 +186,7 @@ WRONG: dict[
         lambda trial, given: given[next(iter(trial.masks))],
         FIRST,
     ),
+    "scores are small": (attention_core, "LARGE", 1.0, with_flaw("scores have bounds")),
     "a sink is forgotten": (attention_core.Core, "others", (), FIRST),
     "bytes are not decoded": (records, "_decodes", lambda *args: True, FIRST),
     "any cast is one of p": (module, "_leads_to", lambda node, reader: True, with_flaw("a total of rounded p")),

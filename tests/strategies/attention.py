@@ -24,6 +24,7 @@ HIDES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # scores [T, H, K], vi
     "masked_fill": lambda s, seen: s.masked_fill(~seen.unsqueeze(1), -torch.inf),
     "where": lambda s, seen: torch.where(seen[:, None], s, -torch.inf),
     "added": lambda s, seen: s + torch.where(seen, 0.0, -torch.inf)[:, None],
+    "a large number": lambda s, seen: s.masked_fill(~seen.unsqueeze(1), -1e30),
 }
 SOFTMAXES = ("exp", "exp below the sink", "exp of max", "softmax", "softmax, sink first", "divided first")
 RECORDS: dict[str, tuple[Record | None, Record | None]] = {  # of window keys and of picked entries
@@ -47,6 +48,7 @@ FLAWS = {  # the rule it breaks; the first of each rule is tried in every run
     "scaled after the softmax": OTHER,
     "no max": OTHER,
     "a sink in half": OTHER,
+    "scores have bounds": OTHER,
     "turned back by another table": "the output turns back by what turned the queries",
     "RoPE in bf16": "RoPE is fp32, rounded once",
     "p is returned": "only its output is read outside",
@@ -172,6 +174,8 @@ class Spelling:
             scores = scores + other[:, :1, None]
         if self.flaw == "rounded scores":
             scores = scores.to(dtype).float()
+        if self.flaw == "scores have bounds":
+            scores = scores.clamp(-30, 30)
         p, total = self.soft(HIDES[self.hide](scores, seen), sink)
         p = p * scale if late else p
         rounded = p.to(dtype) if self.rounded else p
@@ -212,7 +216,10 @@ class Spelling:
     @property
     def empty(self) -> str:
         """What a row gets that sees no key."""
-        return "zero" if self.sink else "nan"
+        if self.sink:
+            return "zero"
+        mean = "other" if self.zeroed == "not" else "zero"  # of the hidden keys, which are 0 then
+        return mean if self.hide == "a large number" else "nan"
 
     @property
     def keys(self) -> tuple[object, ...]:
