@@ -1,6 +1,7 @@
 """scalings: where a graph divides something by a root mean square, in any of the spellings of that.
 
     x * rsqrt(mean(y * y) + eps)      x / sqrt(sum(y * y) / D + eps)      x * (1 / sqrt(...))      x * (...) ** -0.5
+    x / (sum(y * y) * (1 / D) + eps) ** 0.5
 
 An RMSNorm is a scaling whose x and y are the same; mHC scales a projection by the RMS of what it projects.
 """
@@ -27,8 +28,9 @@ class Scaling:
 
 def find_scalings(node: Node) -> list[Scaling]:
     """The products with 1 / RMS that `node`, the root in it, leads to."""
-    inverse = node.target is aten.rsqrt.default or (node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5)
-    if not inverse and node.target is not aten.sqrt.default:
+    exponent = node.args[1] if node.target is aten.pow.Tensor_Scalar else None
+    inverse = node.target is aten.rsqrt.default or exponent == -0.5
+    if not inverse and node.target is not aten.sqrt.default and exponent != 0.5:
         return []
     square = node.args[0]
     eps = 0.0
@@ -63,9 +65,9 @@ def _mean_square(node: Node) -> Node | None:
     *_, node = unviewed(node)
     match node.target, node.args:
         case aten.mean.dim, (Node() as square, list() as axes, *_) if not node.kwargs:
-            count = None
-        case aten.div.Tensor, (Node(target=aten.sum.dim_IntList, args=(Node() as square, list() as axes, *_)), count):
-            if node.args[0].kwargs:  # type: ignore[union-attr]
+            by = None
+        case (aten.div.Tensor | aten.mul.Tensor), (Node(args=(Node() as square, list() as axes, *_)) as total, by):
+            if total.target is not aten.sum.dim_IntList or total.kwargs:
                 return None
         case _:
             return None
@@ -78,7 +80,8 @@ def _mean_square(node: Node) -> Node | None:
                 return None
             size = 1
         width *= size
-    if 0 in [each % len(sizes) for each in axes] or count not in (None, width):
+    counts = by is None or by == (width if node.target is aten.div.Tensor else 1 / max(width, 1))
+    if 0 in [each % len(sizes) for each in axes] or not counts:
         return None
     same = square.target is aten.mul.Tensor and square.args[0] is square.args[1]
     return square.args[0] if same else None  # type: ignore[return-value]

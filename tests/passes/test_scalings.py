@@ -33,6 +33,8 @@ SPELLINGS: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
     "a sum over its count": lambda x, axes: x * sum_of(x, axes).sqrt().reciprocal(),
     "1 over a root": lambda x, axes: x * (1 / mean_of(x, axes).sqrt()),
     "a power": lambda x, axes: x * mean_of(x, axes) ** -0.5,
+    "divided by a power": lambda x, axes: x / mean_of(x, axes) ** 0.5,
+    "a sum times 1 / count": lambda x, axes: x * ((x * x).sum(axes, keepdim=True) * (1 / 64) + EPS).rsqrt(),
 }
 
 
@@ -56,4 +58,7 @@ def test_the_mean_is_over_all_that_a_row_has(
 
 
 def test_another_count_is_no_mean() -> None:
-    assert scalings(trace(lambda x: x * sum_of(x, [-1]).rsqrt(), torch.rand(5, 32))) == []
+    def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * sum_of(x, [-1]).rsqrt(), x * ((x * x).sum(-1, keepdim=True) * (1 / 64) + EPS).rsqrt()
+
+    assert scalings(trace(scaled, torch.rand(5, 32))) == []
