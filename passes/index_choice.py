@@ -5,8 +5,8 @@
     kept         [T, blocks] bool, where the best blocks of entries are kept for others
     picks        [T, k], the best entries, ascending, then -1
 
-The nodes run on drawn scores, with and without ties, rows that see few entries among them, and must give what these
-sentences say. Who is scored how is in index_parts.py.
+The nodes run on drawn scores, small and large, with and without ties, rows that see few entries among them, and must
+give what these sentences say. Who is scored how is in index_parts.py.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ LOGICAL = (aten.bitwise_not.default, aten.logical_not.default, aten.bitwise_and.
 COMPARISONS = (aten.ge.Tensor, aten.gt.Tensor, aten.lt.Tensor, aten.le.Tensor)
 SELECTS = (*PARTS, operator.getitem, *SPREADS, *RANKINGS, aten.gather.default, aten.amax.default, aten.amin.default,
            aten.constant_pad_nd.default)  # fmt: skip
+LARGE = 2.0**17  # times the scores that were drawn: beyond what a clamp leaves
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,8 @@ class Parts(Scored):
                 values = torch.randn(rows, width, generator=draw).round(decimals=0 if tied else 3)
                 if not tied:
                     values = values + torch.arange(width) * 2.0**-20
+                if seed:
+                    values = values * LARGE
                 seen = torch.randint(0, width + 1, (rows,), generator=draw)
                 seen[0] = min(width, 3 * seed)  # fewer than are picked
                 drawn: dict[Node, Any] = {self.scores: values}

@@ -44,6 +44,7 @@ from v41.report import Decision
 
 KIND = "moe_gate"
 DRAWS = 8  # of scores and bias: a choice that agrees on all of them is the choice
+LARGE = 2.0**12  # times a number that was drawn: beyond what a clamp leaves
 RANKINGS = (aten.topk.default, aten.sort.default, aten.sort.stable)
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrt_softplus": lambda z: torch.nn.functional.softplus(z).sqrt(),
@@ -100,6 +101,7 @@ class Site:
         if self.logits is None or self.factors is None:
             return None
         z = 12 * numbers(self.logits, 0)
+        z[..., ::2] *= LARGE
         found = evaluate(self._run({self.logits}, self.scores), {self.logits: z}, self.scores)
         told = (name for name, f in ACTIVATIONS.items() if torch.allclose(f(z).reshape(found.shape), found, 1e-8, 0))
         return next(told, None)
@@ -135,6 +137,7 @@ class Site:
         draws = [
             {node: numbers(node, DRAWS * i + seed).float() for i, node in enumerate(ranks)} for seed in range(DRAWS)
         ]
+        draws += [{node: LARGE * value for node, value in draws[0].items()}]
         if unique:  # some equal, all equal
             draws += [{node: f(value) for node, value in draws[0].items()} for f in (torch.sign, torch.zeros_like)]
         told = "lower_index" if unique else "any"

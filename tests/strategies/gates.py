@@ -45,8 +45,10 @@ FLAWS = {  # the rule it breaks
     "a scaled score": OTHER_SCORES,
     "a softmax": OTHER_SCORES,
     "a bias in the product": OTHER_SCORES,
+    "logits with bounds": OTHER_SCORES,
     "the worst": OTHER_CHOICE,
     "half the score": OTHER_CHOICE,
+    "ranks with bounds": OTHER_CHOICE,
     "ties to the higher index": OTHER_CHOICE,
     "picks by rounded scores": ROUNDED,
     "weights of rounded scores": ROUNDED,
@@ -88,6 +90,7 @@ class Router:
         return (weights, experts, scores) if self.flaw == "scores are returned" else (weights, experts.flatten())
 
     def score(self, logits: Tensor, bias: Tensor) -> Tensor:
+        logits = logits.clamp(-50, 50) if self.flaw == "logits with bounds" else logits
         scores = ACTIVATIONS[self.activation](logits + bias if self.flaw == "a bias in the product" else logits)
         match self.flaw:
             case "another activation":
@@ -106,6 +109,8 @@ class Router:
             keys = scores.bfloat16().float()
         if self.flaw == "half the score":
             keys = 0.5 * scores + bias
+        elif self.flaw == "ranks with bounds":
+            keys = (scores + bias).clamp(max=50)
         elif self.biased:
             keys = keys + bias
         elif self.choice == "topk" and not self.flaw:

@@ -80,6 +80,7 @@ FLAWS = {  # the rule it breaks
     "one head twice": OTHER_SCORES,
     "rectified twice": OTHER_PICKS,
     "the worst": OTHER_PICKS,
+    "scores with bounds": OTHER_PICKS,
     "the best first": OTHER_PICKS,
     "sees one more": OTHER_BLOCKS,
     "the newest block is forgotten": OTHER_BLOCKS,
@@ -149,6 +150,7 @@ class Indexer:
         scores, matches = self.score(q[rows], k, (w.float() * self.scale)[rows])
         scores = scores[requests.clamp(min=0), columns.clamp(min=0)]
         scores = scores.relu() if self.flaw == "rectified twice" else scores
+        scores = scores.clamp(max=1e4) if self.flaw == "scores with bounds" else scores
         seen = (positions + 1) // self.ratio
         shown = seen + 1 if self.flaw == "sees one more" else seen
         masked = MASKS[self.mask](scores, entries, shown)
