@@ -165,12 +165,15 @@ class Reader:
         return True
 
     def _chooses(self, node: Node) -> bool:
-        """Whether each element of `node` hangs on the same element of the picks, by choices and comparisons alone."""
+        """Whether each element of `node` hangs on the same element of the picks, by choices and comparisons alone. A
+        float holds no large pick."""
         assert self.picks is not None
         value = fake(node)
+        if value is None or value.is_floating_point():
+            return False
         chooses = (
             node.target in IN_ORDER | CHOOSE
-            or (node.target in LOGIC and value is not None and value.dtype == torch.bool)
+            or (node.target in LOGIC and value.dtype == torch.bool)
             or (node.target is prims.convert_element_type.default and node.args[1] == torch.int64)
         )
         return chooses and same_sizes(_long(node), _long(self.picks))

@@ -35,9 +35,10 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {  # picks -> where they lie
     "relu": lambda picks: picks.relu(),
     "clamped twice": lambda picks: picks.clamp(0, ENTRIES - 1),  # is no pick where it is larger
     "but for one": lambda picks: torch.where(picks == 5, 0, picks.clamp(min=0)),
+    "in bf16 meanwhile": lambda picks: torch.where(picks < 0, torch.zeros((), dtype=torch.bfloat16), picks).long(),
     "but in late rows": lambda picks: torch.where(torch.arange(len(picks))[:, None] < 4, picks.clamp(min=0), 0),
 }
-NO_PICKS = ("clamped twice", "but for one", "but in late rows")  # of PLACES
+NO_PICKS = ("clamped twice", "but for one", "in bf16 meanwhile", "but in late rows")  # of PLACES
 SLOT: dict[str, Callable[[Tensor, int], Tensor]] = {  # of each row, for so many keys
     "unsqueezed": lambda slots, count: slots.unsqueeze(-1),
     "expanded": lambda slots, count: slots[:, None].expand(-1, count),
