@@ -51,7 +51,7 @@ def add_common(command: argparse.ArgumentParser, strict: str = TROUBLE) -> None:
     command.add_argument("--strict", action="store_true", help=f"exit with 1 where {strict}")
 
 
-def add_json(command: argparse.ArgumentParser) -> None:
+def add_json(command: argparse._ActionsContainer) -> None:
     command.add_argument("--json", action="store_true", help="print the facts as JSON, in a layout with a version")
 
 

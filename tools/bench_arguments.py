@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from v41.options import CODEGENS
-from v41.tools.arguments import PRESETS, add_codegen, add_codegens, add_reading, positive, spaced
+from v41.tools.arguments import PRESETS, add_codegen, add_codegens, add_json, add_reading, positive, spaced
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:
@@ -43,7 +43,9 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add_compile(compiled := cases.add_parser("compile", help="what capturing a model costs, by phase and by layers"))
     made = (boundary, rowwise, attention, index, allreduce, experts, agreement, capacity, program, overlap, prefill)
     for case in (*made, head, sorts, sharded, alone, tables, compiled):
-        case.add_argument("--out", type=Path, metavar="FILE", help="for the JSON (a new one in tools/bench/results/)")
+        figures, told = case.add_mutually_exclusive_group(), "for the JSON (a new one in tools/bench/results/)"
+        figures.add_argument("--out", type=Path, metavar="FILE", help=told)
+        add_json(figures)
 
 
 def add_rowwise(command: argparse.ArgumentParser) -> None:

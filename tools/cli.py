@@ -55,6 +55,7 @@ COMMANDS = {  # what runs each: a module of v41.tools and its function
     "passes": ("passes_command", "passes_command"),
     "why-not": ("why_not", "why_not_command"),
     "diff": ("diff_command", "diff_command"),
+    "bench": ("bench_command", "bench_command"),
 }
 
 
@@ -230,9 +231,6 @@ def carried_out(arguments: argparse.Namespace) -> int:
     from v41.model_def.errors import ModelError
 
     try:
-        if arguments.command == "bench":
-            case = import_module(f"v41.tools.bench.{arguments.case}")
-            return int(case.bench_command(arguments))
         module, name = COMMANDS[arguments.command]
         return int(getattr(import_module(f"v41.tools.{module}"), name)(arguments))
     except (V41Error, ModelError) as error:

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-VERSIONS = {  # of what each command prints, and of the files of a saved run
-    **dict.fromkeys(("inspect", "passes", "why-not", "diff", "generate", "completion"), 1),
+VERSIONS = {  # of what each command prints, or bench writes, and of the files of a saved run
+    **dict.fromkeys(("inspect", "passes", "why-not", "diff", "generate", "completion", "bench"), 1),
     **dict.fromkeys(("capture", "explain", "partition", "memory", "kernels", "verify", "bisect", "timeline"), 1),
     **{"cost": 2, "run": 4},
 }

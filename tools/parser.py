@@ -54,6 +54,7 @@ EXAMPLES = {  # command -> what one types, and what for; None: of all commands
     "verify": [("v41 verify tiny --layers 2", "all passes over two layers, values compared bit for bit")],
     "bisect": [("v41 bisect pytest -x tests/test_mine.py", "any command that exits with 0 where all is well")],
     "generate": [("v41 generate --compare-eager", "read and write with the compiled model, held to eager")],
+    "bench": [("v41 bench compile --layers 10", "what capturing the first ten layers costs; this one needs no GPU")],
     "completion": [('eval "$(v41 completion bash)"', "for this shell; in ~/.bashrc for all")],
 }
 

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from v41._compat import without_storage
 from v41._compat_tools import marked_sizes
-from v41.errors import ContextBeyondModel, SizesMissing, StepTooLarge, UnusedOption
+from v41.errors import ContextBeyondModel, RowsBeyondBuckets, SizesMissing, StepTooLarge, UnknownSize, UnusedOption
 from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.buckets import Buckets
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
+from v41.overlap import ROWS
 from v41.plan import Plan
+from v41.tools.nearest import choices
 from v41.tools.tables import counted
 
 CONTEXT = 4096  # tokens that decode reads where none are given, or as many as the model can
@@ -49,8 +51,9 @@ def step_of_rows(
     buckets: Buckets | None = None,
 ) -> Step:
     """A step of `rows`. context: tokens that each row of decode reads (CONTEXT, or as many as the model can). given:
-    sizes that are something else. SizesMissing for what has no name and is not given. Of a V4.1 model StepTooLarge with
-    more than MOST rows, ContextBeyondModel with more tokens than it can read; of another UnusedOption for `context`.
+    sizes that are something else. SizesMissing where a size has no number, UnknownSize where none has that name. Of a
+    V4.1 model StepTooLarge with more than MOST rows, ContextBeyondModel with more tokens than it can read; of another
+    UnusedOption for `context`.
 
     buckets: sizes are rounded up to these.
     """
@@ -66,11 +69,19 @@ def step_of_rows(
         label, chunks = chunks_of(config, rows, context)
         known = sizes_of_batch(config, chunks, buckets)
     known |= given or {}
-    strange = [f"{name} is none of {', '.join(names)}" for name in given or {} if name not in names]
-    missing = [name for name in names if name not in known]
-    if strange or missing:
-        raise SizesMissing("--size", sizes=", ".join(strange or missing))
+    for name in given or {}:
+        if name not in names:
+            raise UnknownSize("--size", name=name, known=choices(name, names) or "there is none, whatever the rows")
+    if missing := [name for name in names if name not in known]:
+        raise SizesMissing("--size", sizes=", ".join(missing))
     return Step(label, {name: known[name] for name in names}, {u: known[name] for u, name in sizes.items()})
+
+
+def check_decode(where: str, rows: int, whole: Mapping[str, int]) -> None:
+    """RowsBeyondBuckets for more rows than a decode step has. whole: up to which sizes a step is captured whole."""
+    most = whole.get(ROWS)
+    if most is not None and rows > most:
+        raise RowsBeyondBuckets(where, rows=rows, most=most)
 
 
 def named_sizes(plan: Plan) -> dict[str, str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from v41.errors import RowsBeyondBuckets, UnusedOption
+from v41.errors import UnusedOption
 from v41.model_def.buckets import Buckets
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
@@ -31,6 +30,7 @@ from v41.tools.planned_step import step_of
 from v41.tools.predicted import Predicted, with_times
 from v41.tools.progress import progress
 from v41.tools.sources import is_run, needs_model, refuse_unused, run_named
+from v41.tools.steps import check_decode
 from v41.tools.tables import counted, say
 from v41.tools.timeline import length, schedule, schedule_table, trace
 
@@ -46,7 +46,7 @@ def timeline_command(arguments: Namespace) -> int:
         refuse_unused(arguments, ("codegen", "ranks", "all_reduce"), "--measure runs the step as this machine does")
         if arguments.strict:
             raise UnusedOption("v41 timeline", option="--strict", reason="it judges a capture, and --measure runs")
-        check_rows(rows, Buckets().whole)
+        check_decode("v41 timeline --rows", rows, Buckets().whole)
         config = config_to_measure(arguments)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with progress() as bars:
@@ -58,19 +58,12 @@ def timeline_command(arguments: Namespace) -> int:
     run = run_named(arguments)
     if ROWS not in run.plan.sizes.values():
         refuse_unused(arguments, ("rows",), f"the program has no size called {ROWS}")
-    check_rows(rows, run.plan.whole)
+    check_decode("v41 timeline --rows", rows, run.plan.whole)
     with progress() as bars:
         bars.begin("assign streams")
         found = run.predicted
     code = show(console, run.source, found, found.at(rows), None, **how)
     return code or int(arguments.strict and told_by(run).troubled)
-
-
-def check_rows(rows: int, whole: Mapping[str, int]) -> None:
-    """RowsBeyondBuckets for more rows than a decode step has. whole: up to which sizes a step is captured whole."""
-    most = whole.get(ROWS)
-    if most is not None and rows > most:
-        raise RowsBeyondBuckets("v41 timeline --rows", rows=rows, most=most)
 
 
 def config_to_measure(arguments: Namespace) -> V41Config:

@@ -293,6 +293,13 @@ class SizesMissing(V41Error):
     fix = "give each one: --size NAME=NUMBER"
 
 
+class UnknownSize(V41Error):
+    """facts: name, known (as text)."""
+
+    found = "no size of the program that changes is called {name!r}"
+    fix = "use one of: {known}"
+
+
 class UnknownGPU(V41Error):
     """facts: name, known (as text)."""
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tests.tools.printed import printed
 from tests.tools.small_models import WIDTH, run_of_balanced
-from v41.errors import ContextBeyondModel, SizesMissing, StepTooLarge, UnknownGPU, UnusedOption
+from v41.errors import ContextBeyondModel, SizesMissing, StepTooLarge, UnknownGPU, UnknownSize, UnusedOption
 from v41.model_def.batch import block_counts
 from v41.model_def.buckets import Buckets
 from v41.model_def.config import V41Config
@@ -120,8 +120,10 @@ def test_a_size_without_a_number_is_asked_for() -> None:
     with pytest.raises(SizesMissing, match="images"):
         step_of_rows(plan, config, 4)
     assert step_of_rows(plan, config, 4, given={"images": 7}).symbols == {"u0": 4, "u1": 7}
-    with pytest.raises(SizesMissing, match="imags is none of rows, images"):
+    with pytest.raises(UnknownSize, match="images, the nearest; all: rows, images"):
         step_of_rows(plan, None, 4, given={"imags": 7})
+    with pytest.raises(UnknownSize, match="there is none"):
+        step_of_rows(replace(plan, sizes={}), None, 4, given={"rows": 7})
 
 
 def test_a_gpu_of_another_name_is_refused_with_the_nearest() -> None:

@@ -18,7 +18,7 @@ from v41.tools.json_output import VERSIONS
 from v41.tools.run_folder import save
 
 QUICK = {name: every[0] for name, every in SHOWN.items() if set(every[0]) & {"RUN", "ROUTED", "PASSES"}}
-LATER = {"capture", "verify", "bisect", "generate", "completion"}  # which take a model, or print for a shell
+LATER = {"capture", "verify", "bisect", "generate", "completion", "bench"}  # which take a model, or none
 
 
 def test_every_command_that_reads_a_run_is_tried() -> None:

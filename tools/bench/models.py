@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from v41.errors import BenchNeedsGPU
+from v41.errors import BenchNeedsGPU, ContextBeyondModel
+from v41.model_def.buckets import Buckets
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.bench import timing
 from v41.tools.bench.program_cases import cut
+from v41.tools.steps import check_decode
 
 
 def device_of(arguments: Namespace, command: str, on_cpu: str = "tries all but the times") -> str:
@@ -22,8 +24,14 @@ def device_of(arguments: Namespace, command: str, on_cpu: str = "tries all but t
 
 
 def config_of(arguments: Namespace) -> V41Config:
-    """That of --preset, --cut or not."""
-    config = V41Config.preset(arguments.preset)
+    """That of --preset, --cut or not. RowsBeyondBuckets for more rows than a decode step is captured with,
+    ContextBeyondModel for more tokens than a request can have, before weights of gigabytes are drawn."""
+    config, command = V41Config.preset(arguments.preset), f"v41 bench {arguments.case}"
+    asked = vars(arguments)  # a prompt has no rows that decode
+    rows, context, most = asked.get("rows", []), asked.get("context", 0), config.max_position_embeddings
+    check_decode(f"{command} --rows", max(rows, default=0) if isinstance(rows, list) else rows, Buckets().whole)
+    if context > most:
+        raise ContextBeyondModel(f"{command} --context", context=context, most=most)
     return cut(config) if arguments.cut else config
 
 

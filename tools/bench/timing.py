@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from v41.lowering.measure import microseconds, sets_needed
+from v41.tools.files import write_whole
+from v41.tools.json_output import schema
 
 __all__ = ["by_origin", "costliest", "kernels", "launches", "microseconds", "provenance", "save", "sets_needed"]
 
@@ -78,8 +80,8 @@ def provenance() -> dict[str, Any]:
 
 
 def save(result: dict[str, Any], out: Path | None) -> Path:
-    """Writes `result` to `out`, or beside the other results under its case and date; where it is now."""
+    """Writes `result` to `out`, or beside the other results under its case and date; where it is now.
+    FileNotWritten."""
     path = out or RESULTS / f"{result['case'].replace(' ', '-')}-{result['date'][:16].replace(':', '')}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_whole(path, json.dumps({"schema": schema("bench"), **result}, indent=1) + "\n")
     return path
