@@ -37,6 +37,7 @@ from v41.tools.nearest import choices
 from v41.tools.progress import progress
 from v41.tools.run import Run, run_of
 from v41.tools.run_folder import MAIN, load
+from v41.tools.tables import counted
 
 CODEGEN = "triton"  # as which a model is captured where none is asked for
 OF_CAPTURES = ("codegen", "layers", "ranks", "all_reduce")  # options that say how a model is captured
@@ -73,7 +74,7 @@ def needs_model(folder: str, what: str, command: str) -> NeedsModel:
     source = load(Path(folder)).source
     name, *cuts = source.split(", ")
     words = [name.removeprefix("preset ").removeprefix("checkpoint ")]
-    words += [f"--layers {cut.split()[0]}" for cut in cuts if cut.endswith(" layers")]
+    words += [f"--layers {cut.split()[0]}" for cut in cuts if cut.endswith((" layer", " layers"))]
     words += [f"--ranks {cut.split()[2]}" for cut in cuts if cut.endswith(" ranks")]
     words += [f"--all-reduce {LIBRARY}" for cut in cuts if cut == BY_LIBRARY]
     return NeedsModel(folder, what=what, source=source, command=command.format(" ".join(words)))
@@ -134,7 +135,7 @@ def model_named(name: str, layers: int | None = None, ranks: int = 1, all_reduce
 
 def _of_config(name: str, config: V41Config, layers: int | None, ranks: int, all_reduce: str | None) -> Model:
     cut = first_layers(config, layers or config.num_hidden_layers)
-    told = name if cut is config else f"{name}, {layers} layers"
+    told = name if cut is config else f"{name}, {counted(cut.num_hidden_layers, 'layer')}"
     share = Share(0, ranks, ALL) if ranks > 1 else WHOLE
     told += f", one of {ranks} ranks" if ranks > 1 else ""
     told += f", {BY_LIBRARY}" if all_reduce == LIBRARY else ""

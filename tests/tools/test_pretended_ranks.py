@@ -74,7 +74,7 @@ def test_who_adds_up_is_asked_where_somebody_does(
 
 def test_whose_sums_a_run_has_is_told_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = model_named("tiny", 1, 2, "library").name
-    assert name == "preset tiny, 1 layers, one of 2 ranks, sums by the library"
+    assert name == "preset tiny, 1 layer, one of 2 ranks, sums by the library"
     save(replace(run_of_summed("library"), source=name), tmp_path / "run")
     assert main(["verify", str(tmp_path / "run")]) == 2
     told = " ".join(capsys.readouterr().err.split())
