@@ -152,7 +152,9 @@ def rounds_elsewhere(site: Site) -> Node | None:
         computes = node.target not in EXACT and not is_constant(node) and not _is_cast(node)
         if computes and node.target not in VIEWS and value.dtype.itemsize < 4:
             return node
-    return None
+    *_, p = unviewed(core.probabilities)
+    before = list(unviewed(p.args[0]))[-1] if is_narrowing(p) else p  # type: ignore[arg-type]
+    return before if is_narrowing(before) and before is not p else None  # it is rounded twice
 
 
 EXACT = (aten.where.self, aten.cat.default, aten.clone.default)

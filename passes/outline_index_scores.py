@@ -19,6 +19,7 @@ among candidates. Exact because outlining moves nodes and rewrites none. Needs c
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,7 @@ from v41._compat import outside_fake_mode, size_with
 from v41.passes import spans
 from v41.passes.analysis.probe import ROWS, evaluate
 from v41.passes.index_choice import Parts, find_parts
-from v41.passes.index_parts import FAILURES, walk
+from v41.passes.index_parts import FAILURES, PARTS, SPREADS, walk
 from v41.passes.matching import (
     RESHAPES,
     absorb,
@@ -51,6 +52,7 @@ from v41.report import Decision
 KIND = "index_scores"
 POSITIONS = 64  # of rows on which the number of entries they see is tried
 FAR = 2**40  # an entry beyond every cache
+MOVES = (*PARTS, *SPREADS, operator.getitem, aten.index.Tensor)  # what rounds in no type
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,19 @@ def scores_otherwise(site: Site) -> Node | None:
     return None if site.parts.scale is not None else site.parts.scores
 
 
+def rounds_inside(site: Site) -> Node | None:
+    """What computes or rounds in a narrow type on the way to the scores."""
+    parts = site.parts
+    ends = [node for node in (parts.query, parts.keys, parts.weights) if node is not None]
+    nodes = (node for node in between(parts.order, ends, [parts.scores]) if node.target not in MOVES)
+    return next((node for node in nodes if _is_narrow(node) and not is_widening(node)), None)
+
+
+def _is_narrow(node: Node) -> bool:
+    value = fake(node)
+    return value is not None and value.is_floating_point() and value.dtype.itemsize < 4
+
+
 def picks_otherwise(site: Site) -> Node | None:
     return None if site.parts.picks is not None else site.parts.ranking
 
@@ -199,6 +214,7 @@ def keeps_otherwise(site: Site) -> Node | None:
 
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the scores are a sum over heads of weighed, rectified products of queries and keys", scores_otherwise),
+    ("nothing is rounded between queries, keys, weights and scores", rounds_inside),
     ("the picks are the best entries that a row may see, ascending, then -1", picks_otherwise),
     ("the blocks kept are the best by their best entry, and that of the newest entry a row sees", keeps_otherwise),
     ("only picks and kept blocks are read outside", lambda site: is_read_inside(site.members, site.results)),

@@ -41,6 +41,7 @@ HINTS = {
     "only its result is read outside": "read the result; recompute what is on the way",
     "the scores are a sum over heads of weighed, rectified products of queries and keys":
         "score by sum_h w_h relu(q_h . k), every head once",
+    "nothing is rounded between queries, keys, weights and scores": "multiply and add up in fp32",
     "the picks are the best entries that a row may see, ascending, then -1":
         "sort the top-k entries and put -1 where none is left",
     "the blocks kept are the best by their best entry, and that of the newest entry a row sees":

@@ -45,6 +45,7 @@ FLAWS = {  # the rule it breaks; the first of each rule is tried in every run
     "a total of rounded p": ROUNDED,
     "rounded scores": ROUNDED,
     "bf16 throughout": ROUNDED,
+    "p rounded twice": ROUNDED,
     "scaled after the softmax": OTHER,
     "no max": OTHER,
     "a sink in half": OTHER,
@@ -178,7 +179,8 @@ class Spelling:
             scores = scores.clamp(-30, 30)
         p, total = self.soft(HIDES[self.hide](scores, seen), sink)
         p = p * scale if late else p
-        rounded = p.to(dtype) if self.rounded else p
+        rounded = p.half() if self.flaw == "p rounded twice" else p
+        rounded = rounded.to(dtype) if self.rounded else rounded
         if self.flaw == "a total of rounded p":
             total = rounded.float().sum(-1, keepdim=True)
         values = keys.sin() if self.flaw == "values of their own" else keys

@@ -74,10 +74,12 @@ def slices_have_k() -> bool:
 
 OTHER_SCORES = "the scores are a sum over heads of weighed, rectified products of queries and keys"
 OTHER_PICKS = "the picks are the best entries that a row may see, ascending, then -1"
+ROUNDED = "nothing is rounded between queries, keys, weights and scores"
 OTHER_BLOCKS = "the blocks kept are the best by their best entry, and that of the newest entry a row sees"
 FLAWS = {  # the rule it breaks
     "weights squared": OTHER_SCORES,
     "one head twice": OTHER_SCORES,
+    "products in bf16": ROUNDED,
     "rectified twice": OTHER_PICKS,
     "the worst": OTHER_PICKS,
     "scores with bounds": OTHER_PICKS,
@@ -184,6 +186,8 @@ class Indexer:
             parts.append((q[:, :, :1], w[:, :, :1]))
         for some_q, some_w in parts:
             matches = F.relu(PRODUCTS[self.product](some_q, k))
+            if self.flaw == "products in bf16":
+                matches = F.relu(torch.einsum("rqhd,red->rqhe", some_q, k.to(some_q.dtype))).float()
             if self.flaw == "weights squared":
                 some_w = some_w * some_w
             total = total + SUMS[self.total](matches, some_w)
