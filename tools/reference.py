@@ -16,12 +16,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from v41.passes.pipeline import PIPELINE
 from v41.tools.files import write_whole
 
+MODEL = ("config", "model", "batch", "cache", "buckets", "generation", "parallel", "checkpoint")  # what a caller needs
 PAGES = {  # a page -> its modules
     "library": ("v41", "v41.report", "v41.options", "v41.tools.explanation", "v41.runtime.past_guards"),
     "plan": ("v41.plan", "v41.regions"),
-    "passes": ("v41.passes.pipeline", "v41.passes.alone"),
+    "passes": ("v41.passes.pipeline", "v41.passes.alone", *(each.run.__module__ for each in PIPELINE)),
+    "model": tuple(f"v41.model_def.{name}" for name in MODEL),
     "errors": ("v41.errors", "v41.model_def.errors"),
     "saved-runs": ("v41.tools.run", "v41.tools.run_folder", "v41.tools.nodes", "v41.tools.kernels"),
 }

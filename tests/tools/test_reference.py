@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import v41
+from tests.conftest import ROOT
 from v41 import errors, report
 from v41.tools.reference import PAGES, page, public, write
 
@@ -29,6 +31,13 @@ def test_what_is_imported_is_told_at_home_alone() -> None:
     assert len(public(errors)) == sum(inspect.isclass(each) for each in vars(errors).values())
     homes = {module for modules in PAGES.values() for module in modules}
     assert set(v41.HOMES.values()) <= homes
+
+
+def test_what_readers_are_told_to_import_has_a_page() -> None:
+    told = "".join((ROOT / name).read_text() for name in ("README.md", "docs/tutorial.md"))
+    modules = [module for modules in PAGES.values() for module in modules]
+    assert {*re.findall(r"^from (v41\.\S+) import", told, re.MULTILINE)} <= {*modules}
+    assert len({*modules}) == len(modules)  # each on one page
 
 
 def test_pages_are_written(tmp_path: Path) -> None:
