@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from v41.errors import UnusedOption
+from v41.errors import PresetsAlone, UnusedOption
 from v41.model_def.buckets import Buckets
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
@@ -29,7 +30,8 @@ from v41.tools.pass_runs import console_of, told_by
 from v41.tools.planned_step import step_of
 from v41.tools.predicted import Predicted, with_times
 from v41.tools.progress import progress
-from v41.tools.sources import is_run, needs_model, refuse_unused, run_named
+from v41.tools.run_folder import load
+from v41.tools.sources import is_run, model_named, needs_model, refuse_unused, run_named
 from v41.tools.steps import check_decode
 from v41.tools.tables import counted, say
 from v41.tools.timeline import length, schedule, schedule_table, trace
@@ -52,7 +54,7 @@ def timeline_command(arguments: Namespace) -> int:
         with progress() as bars:
             bars.begin("compile, run")
             found, made, ran = measured(config, rows, arguments.context or CONTEXT, device)
-        return show(console, f"preset {arguments.model}", found, made, ran, **how)
+        return show(console, model_named(arguments.model, arguments.layers).name, found, made, ran, **how)
     if arguments.context is not None:
         raise UnusedOption("v41 timeline", option="--context", reason="it is of the step that --measure runs")
     run = run_named(arguments)
@@ -67,8 +69,12 @@ def timeline_command(arguments: Namespace) -> int:
 
 
 def config_to_measure(arguments: Namespace) -> V41Config:
-    """Of the preset that is to run. NeedsModel for a saved run."""
-    if is_run(arguments.model):
+    """Of the preset that is to run. NeedsModel for a saved run of one, PresetsAlone for other models."""
+    saved = is_run(arguments.model)
+    source = load(Path(arguments.model)).source if saved else arguments.model
+    if (saved and not source.startswith("preset ")) or " ranks" in source or ":" in source or os.path.isdir(source):
+        raise PresetsAlone("v41 timeline", source=source)
+    if saved:
         raise needs_model(arguments.model, "--measure runs it", "v41 timeline {} --measure")
     config = V41Config.preset(arguments.model)
     return first_layers(config, arguments.layers) if arguments.layers else config

@@ -244,6 +244,13 @@ class NeedsModel(V41Error):
     fix = "name what was captured, {source}: {command}"
 
 
+class PresetsAlone(V41Error):
+    """facts: source."""
+
+    found = "--measure runs a preset, whole or its first layers, in this process, and this is {source}"
+    fix = "leave --measure out for what is predicted, or measure a preset: v41 timeline tiny --measure"
+
+
 class UnusedOption(V41Error):
     """facts: option, reason."""
 

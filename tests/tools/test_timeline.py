@@ -209,8 +209,22 @@ def test_the_timeline_of_a_saved_run_is_that_of_the_model(tmp_path: Path, capsys
     for more, why in ((["--context", "9"], "--measure"), (["--layers", "2"], "captured with its own")):
         assert main(["timeline", str(tmp_path / "run"), *more]) == 2
         assert why in " ".join(capsys.readouterr().err.split())
-    assert main(["timeline", str(tmp_path / "run"), "--measure"]) == 2
-    assert "v41 timeline small_models:balanced --measure" in " ".join(capsys.readouterr().err.split())
+
+
+def test_only_a_preset_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is named instead is a command that is understood."""
+    told = {
+        "preset tiny, 2 layers": "v41 timeline tiny --layers 2 --measure",
+        "preset tiny, one of 4 ranks": "--measure runs a preset, whole or its first layers, in this process",
+        "small_models:balanced": "and this is small_models:balanced",
+    }
+    for source, why in told.items():
+        save(replace(run_with(sided()), source=source), tmp_path / "run")
+        assert main(["timeline", str(tmp_path / "run"), "--measure"]) == 2
+        assert why in " ".join(capsys.readouterr().err.split())
+    for model in ("small_models:balanced", str(tmp_path)):
+        assert main(["timeline", model, "--measure"]) == 2
+        assert f"and this is {model}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,5 +254,5 @@ def test_the_command_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["timeline", *arguments]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert {each["name"] for each in facts["measured"]} >= {each["name"] for each in facts["pieces"]}
-    assert facts["applied"] >= 1 and facts["measured_us"] > 0
+    assert facts["applied"] >= 1 and facts["measured_us"] > 0 and facts["source"] == "preset tiny, 1 layer"
     assert {e["pid"] for e in json.loads(trace_file.read_text())["traceEvents"]} == {0, 1}
