@@ -7,18 +7,17 @@ invariant, is undone and named in the report; the program compiles without it an
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from v41._compat import observed
+from v41._compat_tools import TORCH
 from v41.errors import InvariantBroken, PassFailed, PlanBroken
 from v41.options import NUMERIC
 from v41.passes.analysis.counts import Counts, counts
@@ -93,7 +92,6 @@ PIPELINE: tuple[Pass, ...] = (
 CUT_AT = ("mhc_boundary", "mhc_post", "mhc_exit")  # region kinds that are pieces; with kernels, these, too:
 ROW_KERNELS = ("moe_gate", "norm_quantise", "compressor", "engram_gate", "attention", "index_scores")
 SWITCHED_OFF = "switched off by torch (disabled_passes or its bisector)"
-TORCH = os.path.dirname(torch.__file__) + os.sep
 ALONG = "rows"  # the size whose work is captured in pieces, apart from work with other sizes
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, export, ops
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def not_whole() -> tuple[type[Exception], ...]:
@@ -27,7 +31,8 @@ def failed_in_backend(error: BaseException) -> Exception | None:
 
 
 def told_by_dynamo(error: BaseException) -> tuple[str, traceback.FrameSummary | None]:
-    """What went wrong while Dynamo traced, in a line, and the frame of the model that it was at.
+    """What went wrong while Dynamo traced, in a line, and the frame of the model that it was at: behind torch's own
+    modules, which the model calls.
 
     An exception that the model raised itself stands in the context that Dynamo gives, what an operator raised in the
     explanation, behind `got`.
@@ -36,8 +41,9 @@ def told_by_dynamo(error: BaseException) -> tuple[str, traceback.FrameSummary | 
     got = re.search(r": got (.+)$", rest.partition("\n")[0])
     context = re.search(r"Developer debug context: (raised exception .+)", rest)
     found = got or context
-    stack = getattr(error, "real_stack", None)
-    return (found[1].rstrip(".") if found else reason), (stack[-1] if stack else None)
+    stack = list(getattr(error, "real_stack", None) or ())
+    theirs = [frame for frame in stack if not frame.filename.startswith(TORCH)]
+    return (found[1].rstrip(".") if found else reason), next(reversed(theirs or stack), None)
 
 
 @contextlib.contextmanager

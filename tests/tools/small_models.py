@@ -129,6 +129,11 @@ def refuses() -> tuple[nn.Module, tuple[Tensor]]:
     return Refuses(), (torch.rand(3),)
 
 
+def misfed() -> tuple[nn.Module, tuple[Tensor]]:
+    """A module of torch's fails, which a line of the model calls."""
+    return Balanced(), (torch.rand(3, WIDTH + 1),)
+
+
 def too_few() -> tuple[nn.Module, tuple[()]]:
     return Balanced(), ()
 

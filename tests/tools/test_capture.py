@@ -232,6 +232,7 @@ def test_half_a_file_or_another_is_refused(text: str | None, name: str, folder: 
      (f"{HERE}:leaves", "SystemExit: 3 at tools/small_models.py:"), (f"{HERE}:odd", "Odd: no message at tools/small_"),
      (f"{HERE}:cut", "cannot trace the call as one graph"), (f"{HERE}:cut", "if x.sum().item() > 0 else x"),
      (f"{HERE}:misshapen", "return x @ torch.ones(WIDTH + 1, WIDTH)"), (f"{HERE}:misshapen", "[3, 8] X [9, 8]"),
+     (f"{HERE}:misfed", "at tools/small_models.py:"), (f"{HERE}:misfed", "layer(x).unsqueeze(-2)"),
      (f"{HERE}:refuses", 'raise LookupError("no such expert")'), (f"{HERE}:refuses", "fails in this call: LookupError"),
      (f"{HERE}:too_few", "missing 1 required positional argument: 'x' at tools/small_models.py:"),
      (f"{HERE}:learns", "1 of 1 inputs require gradients"),
