@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import SymInt
@@ -97,8 +98,8 @@ class Reader:
 
     def _behind_step(self, made: Node) -> Node:
         """The gather from the cache, where `made` chooses it for keys that are not of this step."""
-        mask, now, then = (each if isinstance(each, Node) else None for each in made.args)
-        if mask is None or now is None or then is None or not same_sizes(shape(mask), (*self.sizes[:2], 1)):
+        mask, now, then = cast("Sequence[Node]", made.args)
+        if not same_sizes(shape(mask), (*self.sizes[:2], 1)):
             raise Other
         self.nodes[made] = None
         records, (rows,) = self._index(self._unviewed(now), indices=1, axes=2)
@@ -109,14 +110,15 @@ class Reader:
 
     def _index(self, made: Node, *, indices: int, axes: int) -> tuple[Node, Sequence[Node]]:
         """What `made` gathers from, of so many axes, and by what."""
-        source, by = made.args if made.target is aten.index.Tensor else (None, ())
-        numbers = [each for each in by if isinstance(each, Node)]  # type: ignore[union-attr]
+        if made.target is not aten.index.Tensor or not same_sizes(shape(made), self.sizes):
+            raise Other
+        source, by = cast("tuple[Node, Sequence[Node | None]]", made.args)
+        numbers = [each for each in by if each is not None]
         counted = all(fake(each).dtype in (torch.int64, torch.int32) for each in numbers)  # type: ignore[union-attr]
-        fits = isinstance(source, Node) and len(shape(source)) == axes and same_sizes(shape(made), self.sizes)
-        if not fits or not counted or len(by) != indices or len(numbers) != indices:  # type: ignore[arg-type]
+        if not counted or len(shape(source)) != axes or len(by) != indices or len(numbers) != indices:
             raise Other
         self.nodes[made] = None
-        return source, numbers  # type: ignore[return-value]
+        return source, numbers
 
     def _is(self, node: Node, role: str) -> None:
         if node in self.operands:

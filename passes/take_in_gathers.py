@@ -23,7 +23,6 @@ Needs outline_attention; comes before writes are put in place.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -101,8 +100,7 @@ class Site:
 
 
 def _with_results(call: Node) -> list[Node]:
-    taken = (user for user in call.users if user.target is operator.getitem)
-    return [call.args[0], call, *taken]  # type: ignore[list-item]
+    return [call.args[0], call, *call.users]  # type: ignore[list-item]
 
 
 # ---- what must hold: each predicate returns the node at fault
