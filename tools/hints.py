@@ -61,7 +61,8 @@ HINTS = {
     "all sizes but that of the rows are numbers": "gather as many keys for every row, and hide what it may not see",
     "it reads queries, one or two branches of keys with a mask each, and a sink": "give each branch a mask of its own",
     "scores and sums are fp32, and p is rounded for the values alone": "cast p for its product with values alone",
-    "it is a softmax of scaled scores, hidden keys left out, a sink in the total": "give hidden keys a score of -inf",
+    "it is a softmax of scaled scores, hidden keys left out, a sink in the total":
+        "give hidden keys a score of -inf, and scores no bounds",
     "the output turns back by what turned the queries": "turn both by one table, the output with -sin",
     "RoPE is fp32, rounded once": "cast what turns to fp32 first, and round the result once",
     "only its output is read outside": "return and reuse the output alone, no step on the way to it",
