@@ -61,7 +61,7 @@ def explain(model: nn.Module, *inputs: Any, codegen: str = "triton") -> Explanat
 
     codegen: how pieces would run: "triton" as on a GPU, which need not be here, "inductor", or "eager" as on a CPU.
 
-    GraphNotWhole where Dynamo would cut the graph.
+    GraphNotWhole where Dynamo would cut the graph, ModelFails where the model raises.
     """
     with collect(programs=True):
         inspection = capture_call(lambda: (model, inputs), codegen=codegen)

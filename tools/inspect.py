@@ -145,7 +145,7 @@ def refusal(model: nn.Module, error: Exception) -> Exception:
     if (ours := failed_in_backend(error)) is not None:
         return ours
     reason, frame = told_by_dynamo(error)
-    code = getattr(type(model).forward, "__code__", None)
+    code = getattr(getattr(type(model), "forward", model), "__code__", None)  # a function is traced as well
     if frame is None and code is not None:
         frame = FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)
     where = line_of(frame) if frame is not None else type(model).__name__

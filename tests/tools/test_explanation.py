@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import v41
 from tests.tools.small_models import Balanced, Cut, balanced
-from v41.errors import GraphNotWhole, UnknownNode
+from v41.errors import GraphNotWhole, ModelFails, UnknownNode
 from v41.plan import Plan
 from v41.report import CompileReport, Decision, PassRun, last_report, publish, text_of
 from v41.tools.run_folder import load
@@ -38,6 +39,16 @@ def test_a_call_that_is_no_one_graph_is_refused() -> None:
     torch._dynamo.reset()
     with pytest.raises(GraphNotWhole):
         v41.explain(Cut(), torch.rand(3))
+
+
+def test_a_function_is_told_like_a_model() -> None:
+    def twice(x: Tensor) -> Tensor:
+        return x + x
+
+    torch._dynamo.reset()
+    assert v41.explain(twice, torch.rand(3)).run.plan.pieces  # type: ignore[arg-type]
+    with pytest.raises(ModelFails, match=r"missing 1 required positional argument.*\n.*test_explanation.py"):
+        v41.explain(twice)  # type: ignore[arg-type]
 
 
 def test_the_last_report_is_the_last_and_holds_no_graph() -> None:
