@@ -50,7 +50,7 @@ from v41.passes.sites import STAYS, Rule, is_read_inside, outline_in_programs
 from v41.report import Decision
 
 KIND = "index_scores"
-POSITIONS = 64  # of rows on which the number of entries they see is tried
+POSITIONS = 64  # of rows on which the number of entries they see is tried; and as many far ones
 FAR = 2**40  # an entry beyond every cache
 MOVES = (*PARTS, *SPREADS, operator.getitem, aten.index.Tensor)  # what rounds in no type
 
@@ -122,7 +122,7 @@ class Site:
             return None
         nodes = self.parts.run(starts, self.parts.seen)
         with outside_fake_mode():
-            position = torch.arange(POSITIONS)
+            position = torch.arange(POSITIONS).pow(torch.tensor([[1], [6]])).flatten()
             found = evaluate(nodes, {starts[0]: position}, self.parts.seen, keep_types=True)
             ratios = range(1, POSITIONS)
             return next((m for m in ratios if torch.equal(found.flatten(), (position + 1) // m)), None)

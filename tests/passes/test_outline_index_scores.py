@@ -123,6 +123,12 @@ def test_records_that_stay_fp32_where_they_are_decoded_are_keys(product: str) ->
     assert (decision.region.attrs["record"], decision.region.attrs["width"]) == ("mxfp4", WIDTH)
 
 
+def test_what_a_row_sees_is_counted_at_far_positions_too() -> None:
+    for flaw, ratio in (("", 1), ("sees 100 at most", None)):
+        (decision,) = apply(outline_index_scores, copy_program(traced(replace(PLAIN, flaw=flaw), numbers=True)))
+        assert decision.region is not None and decision.region.attrs["ratio"] == ratio
+
+
 @SLOW
 def test_legal_indexers_fire_and_flawed_ones_do_not() -> None:
     fired: list[bool] = []

@@ -154,6 +154,7 @@ class Indexer:
         scores = scores.relu() if self.flaw == "rectified twice" else scores
         scores = scores.clamp(max=1e4) if self.flaw == "scores with bounds" else scores
         seen = (positions + 1) // self.ratio
+        seen = seen.clamp(max=100) if self.flaw == "sees 100 at most" else seen  # legal, and no ratio
         shown = seen + 1 if self.flaw == "sees one more" else seen
         masked = MASKS[self.mask](scores, entries, shown)
         outputs: list[Tensor] = []
