@@ -97,11 +97,10 @@ def zsh(shell: str) -> list[str]:
 
 def fish(found: Words, taken: Values) -> Iterator[str]:
     for path, words in found.items():
-        if len(path) > 1:
-            continue
-        when = f"__fish_seen_subcommand_from {path[0]}" if path else "__fish_use_subcommand"
+        typed = [f'test "$typed[{at}]" = {word}' for at, word in enumerate(path, 2)]  # bench may be a preset as well
+        when = "; and ".join(["set -l typed (commandline -opc)", *typed]) if path else "__fish_use_subcommand"
         for word, told in words.items():
-            said = told.replace("'", "").replace("%%", "%")
+            said = told.replace("'", "\\'").replace("%%", "%")
             some = taken[path].get(word)
             takes = f" -x -a '{' '.join(some)}'" if some else " -r" if some is not None else ""
             yield f"complete -c v41 -n '{when}' {_flag(word)}{takes} -d '{said}'"

@@ -114,6 +114,26 @@ def test_completion_knows_every_command_and_option() -> None:
         assert all(command in text for command in COMMANDS)
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("v41 ex", "explain"), ("v41 bench row", "rowwise"), ("v41 bench compile --la", "--layers"),
+     ("v41 kernels run/ --arch sm_9", "sm_90"), ("v41 inspect bench --ht", "--html"), ("v41 bench --ht", None)],
+)  # fmt: skip
+def test_fish_completes(typed: str, offered: str | None, tmp_path: Path) -> None:
+    (tmp_path / "completion").write_text(script(parser(), "fish"))
+    ask = ["fish", "-c", f"source completion; complete -C '{typed}'"]
+    done = subprocess.run(ask, cwd=tmp_path, capture_output=True, text=True)
+    found = [line.split("\t")[0] for line in done.stdout.splitlines() if not line.startswith("completion")]
+    assert (found, done.stderr) == ([offered] if offered is not None else [], "")
+
+
+def test_fish_is_told_of_every_case_with_its_words_as_they_are() -> None:
+    text = script(parser(), "fish")
+    assert """test "$typed[2]" = bench; and test "$typed[3]" = compile' -l layers""" in text
+    assert "a node\\'s way from its line" in text
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
 @pytest.mark.parametrize(
     ("typed", "offered"),
