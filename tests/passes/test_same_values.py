@@ -67,6 +67,16 @@ def test_a_changed_value_is_named_with_the_first_node_that_differs(damage: Calla
     assert (caught.value.facts["rule"], caught.value.facts["node"]) == (RULE, culprit)
 
 
+def test_a_pass_that_forgets_what_is_no_pick_is_noticed() -> None:
+    picks = torch.tensor([0, -1])
+    before = trace(lambda x, picks: x[picks.clamp(min=0)] + picks.unsqueeze(1), torch.randn(2, 4), picks)
+    after = copy_of(before)
+    (clamp,) = (node for node in after.graph.nodes if node.target is aten.clamp_min.default)
+    clamp.replace_all_uses_with(clamp.args[0])
+    with pytest.raises(InvariantBroken):
+        check_values(before, copy_of(after), name="careless")
+
+
 def test_what_cannot_be_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     gm = trace(lambda x: x.view(-1, 8) * 2, torch.randn(8, 4), backed=True)  # 2 rows of 4 do, 3 do not
     assert check_values(gm, gm, name="nothing") is None
