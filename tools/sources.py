@@ -23,6 +23,8 @@ from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
 from torch import nn
 
 from v41._compat_groups import ALL, pretended
@@ -59,6 +61,9 @@ def run_named(arguments: Namespace, *, changes: bool = False) -> Run:
     if is_run(arguments.model):
         refuse_unused(arguments, OF_CAPTURES, "the run was captured with its own")
         return load(Path(arguments.model))
+    if is_run(f"{arguments.model}/"):  # which takes seconds where a capture takes minutes
+        told = Text(f"captures the preset; the run that lies here is {arguments.model}/")
+        Console(stderr=True).print(told, soft_wrap=True)
     return captured(arguments, changes=changes)
 
 

@@ -329,6 +329,10 @@ def test_a_preset_is_no_folder_of_its_name(
     assert sources.model_named("tiny").name == "preset tiny"
     assert main(["partition", "tiny/", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["source"] == load(folder).source
+    monkeypatch.setattr(sources, "captured", lambda *given, **named: load(folder))
+    for name, told in (("tiny", "captures the preset; the run that lies here is tiny/\n"), ("flash", "")):
+        assert main(["partition", name, "--json"]) == 0
+        assert capsys.readouterr().err == told
 
 
 def test_every_file_says_its_schema(folder: Path) -> None:
