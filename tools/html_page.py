@@ -26,6 +26,7 @@ from v41.tools.nodes import OTHERS, PRODUCTS
 from v41.tools.report_view import remarks
 from v41.tools.run import Run
 from v41.tools.steps import Step, step_of_rows
+from v41.tools.tables import short
 from v41.tools.timeline import length, schedule
 
 ROWS, LISTED, GPU = 16, 400, GPUS["H200"]
@@ -112,7 +113,7 @@ def lanes(run: Run, rows: int) -> list[list[dict[str, Any]]]:
     streams = sorted({slot.stream for slot in slots})
     return [
         [
-            {"title": f"{slot.name}: {slot.border}, {slot.end - slot.start:.3g} µs from {slot.start:.4g}",
+            {"title": f"{slot.name}: {slot.border}, {short(slot.end - slot.start)} µs from {short(slot.start)}",
              "from": 1000 * slot.start / whole, "for": 1000 * (slot.end - slot.start) / whole}
             for slot in slots if slot.stream == stream
         ]
@@ -130,7 +131,7 @@ def bars(run: Run, step: Step) -> list[dict[str, Any]]:
         found[work.layer, work.kind] = found.get((work.layer, work.kind), 0.0) + least
     total = sum(found.values()) or 1.0
     return [
-        {"title": f"{f'layer {layer}' if layer is not None else 'ends'}: {kind}, {least:.3g} µs", "weight": least,
+        {"title": f"{f'layer {layer}' if layer is not None else 'ends'}: {kind}, {short(least)} µs", "weight": least,
          "share": 1000 * least / total, "region": kind not in (PRODUCTS, OTHERS)}
         for (layer, kind), least in found.items()
     ]  # fmt: skip

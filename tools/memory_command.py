@@ -29,7 +29,7 @@ from v41.tools.pass_runs import console_of, told_by
 from v41.tools.run import Run
 from v41.tools.sources import run_named
 from v41.tools.steps import Step, alike, heading, step_of_rows, steps_of
-from v41.tools.tables import add, say, table
+from v41.tools.tables import add, say, short, table
 
 MIB, WIDTH, LISTED = 2**20, 72, 8
 BARS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*%#"  # the second where the first cannot be printed
@@ -132,7 +132,7 @@ def bars_in(encoding: str) -> str:
 def curve_lines(plan: Plan, memory: Memory, bars: str = BARS) -> Iterator[str]:
     if memory.peak:
         name = plan.pieces[memory.at].name
-        yield f"{sparkline(memory.curve, bars=bars)}  at most {memory.peak / MIB:.3g} MiB, while {name} runs"
+        yield f"{sparkline(memory.curve, bars=bars)}  at most {short(memory.peak / MIB)} MiB, while {name} runs"
 
 
 def sparkline(curve: Sequence[int], width: int = WIDTH, bars: str = BARS) -> str:

@@ -27,7 +27,7 @@ def table(*headers: str, left: int = 1) -> Table:
 
 def add(into: Table, *cells: Cell) -> None:
     """One row. None shows as `-`; floats with three digits that matter; nothing is read as markup."""
-    texts = ("-" if cell is None else _short(cell) if isinstance(cell, float) else str(cell) for cell in cells)
+    texts = ("-" if cell is None else short(cell) if isinstance(cell, float) else str(cell) for cell in cells)
     into.add_row(*map(Text, texts))
 
 
@@ -50,6 +50,6 @@ def counted(count: int, thing: str, width: int = 0) -> str:
     return f"{count:{width}} {thing}{'s' * (count != 1)}"
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """Three digits that matter, without a power of ten where there are more in front of the point."""
     return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"

@@ -22,6 +22,7 @@ from v41.tools.memory_command import (
     PLAIN,
     Memory,
     bars_in,
+    curve_lines,
     fewer,
     fullest_table,
     memory_of,
@@ -112,6 +113,11 @@ def test_the_table_of_what_lives_at_the_peak() -> None:
 value  spec        born    dies    MiB
 a      u8[100*u0]  first   second  100
 b      u8[30*u0]   second  third    30""".splitlines()
+
+
+def test_a_large_peak_is_told_without_a_power_of_ten() -> None:
+    (line,) = curve_lines(EXAMPLE, of(12 * 2**20))
+    assert line.endswith("  at most 1560 MiB, while second runs")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
