@@ -51,11 +51,11 @@ def kernels_command(arguments: Namespace) -> int:
         raise BenchNeedsGPU("v41 kernels --time", found="torch sees no CUDA device")
     run = run_named(arguments)
     if arguments.show is not None:
-        kernel = kernel_named(run.kernels, arguments.show)
+        named = kernels_named(run.kernels, arguments.show)
         if arguments.json:
-            print_json("kernels", {"source": run.source, "kernels": [asdict(kernel)]})
+            print_json("kernels", {"source": run.source, "kernels": [asdict(kernel) for kernel in named]})
         else:
-            print(kernel.source, end="")
+            print(named[0].source, end="")
         return 0
     made = [kernel for kernel in run.kernels if kernel.refusal is None]
     found = for_arch(made, arguments.arch, arguments.rows) if arguments.arch is not None else None
@@ -80,14 +80,15 @@ def check_rows(rows: Sequence[int]) -> None:
         raise InvalidOptionValue("v41 kernels", option="--rows", value=",".join(strange), allowed="some of 1, 64, 4096")
 
 
-def kernel_named(kernels: Sequence[KernelFacts], name: str) -> KernelFacts:
-    """By its name, or the beginning of one. UnknownKernel lists those that there are."""
+def kernels_named(kernels: Sequence[KernelFacts], name: str) -> list[KernelFacts]:
+    """Those of one text, which several artifacts may run, by its name or the beginning of one. UnknownKernel lists
+    those that there are."""
     made = [kernel for kernel in kernels if kernel.refusal is None]
     found = [kernel for kernel in made if kernel.name == name] or [k for k in made if k.name.startswith(name)]
-    if len(found) != 1:
+    if len({kernel.name for kernel in found}) != 1:
         known = choices(name, [kernel.name for kernel in found or made]) or "there is none in this program"
         raise UnknownKernel("v41 kernels --show", name=name, known=known)
-    return found[0]
+    return found
 
 
 def for_arch(kernels: Sequence[KernelFacts], arch: str, rows: Sequence[int]) -> list[Compiled]:

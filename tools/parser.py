@@ -49,7 +49,7 @@ EXAMPLES = {  # command -> what one types, and what for; None: of all commands
     "diff": [("v41 diff outline_gate -m run/ --all", "every node that a pass added, moved or took away")],
     "kernels": [
         ("v41 kernels run/ --arch sm_90", "registers and spills on a Hopper that need not be here"),
-        ("v41 kernels run/ --show mhc_boundary", "the text of one"),
+        ("v41 kernels run/ --show moe_gate", "the text of one, by the beginning of its name"),
     ],
     "verify": [("v41 verify tiny --layers 2", "all passes over two layers, values compared bit for bit")],
     "bisect": [("v41 bisect pytest -x tests/test_mine.py", "any command that exits with 0 where all is well")],

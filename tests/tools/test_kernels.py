@@ -31,7 +31,7 @@ from v41.passes.pipeline import ALONG, CUT_AT, run_pipeline
 from v41.plan import Plan
 from v41.tools.cli import main
 from v41.tools.kernels import ARCHS, KernelFacts, compiled, kernels_of, launches_of
-from v41.tools.kernels_command import compiled_table, kernel_named, launches_table
+from v41.tools.kernels_command import compiled_table, kernels_named, launches_table
 from v41.tools.run import Run
 from v41.tools.run_folder import load, save
 
@@ -129,18 +129,20 @@ def test_a_region_that_gets_none_is_told_with_the_reason() -> None:
     report = run_with_kernels()
     assert [kernel.refusal for kernel in report.kernels] == [None]
     with pytest.raises(UnknownKernel, match="there is none"):
-        kernel_named([refused], "moe")
+        kernels_named([refused], "moe")
 
 
 def test_a_kernel_goes_by_the_beginning_of_its_name() -> None:
     (kernel,) = kernels()
-    assert kernel_named(kernels(), "mhc") is kernel
+    assert kernels_named(kernels(), "mhc") == [kernel]
     with pytest.raises(UnknownKernel, match="the nearest"):
-        kernel_named(kernels(), kernel.name + "0")
+        kernels_named(kernels(), kernel.name + "0")
     twice = [kernel, replace(kernel, name=kernel.name + "_2")]
-    assert kernel_named(twice, kernel.name) is kernel
+    assert kernels_named(twice, kernel.name) == [kernel]
     with pytest.raises(UnknownKernel):
-        kernel_named(twice, "mhc")
+        kernels_named(twice, "mhc")
+    alike = [kernel, replace(kernel, pieces=("piece_99",))]  # the text of two artifacts whose inputs differ in size
+    assert kernels_named(alike, kernel.name) == kernels_named(alike, "mhc") == alike
 
 
 def test_the_command_lists_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
