@@ -28,7 +28,7 @@ def bench_command(arguments: Namespace) -> int:
         check_file(arguments.out or RESULTS / f"{arguments.case}.json")
         return int(case.bench_command(arguments))
     with TemporaryDirectory() as folder:
-        arguments.out = Path(folder, "figures.json")
+        arguments.out = Path(folder, "printed-to-stdout.json")  # as the last line on stderr says
         with lines_on_stderr():
             code = int(case.bench_command(arguments))
         if arguments.out.exists():  # of ranks the first alone writes it
