@@ -238,7 +238,7 @@ def attributes(sites: list[Site]) -> dict[str, Any]:
     return {
         **attrs,
         "sources": tuple(sources),
-        "operands": tuple(roles.get(node) or role_of(node, roles) for node in read),  # type: ignore[arg-type]
+        "operands": tuple(role_of(node, roles) for node in read),  # type: ignore[arg-type]
     }
 
 
