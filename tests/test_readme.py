@@ -34,7 +34,7 @@ def test_the_commands_of_the_readme_exist() -> None:
     targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"make (?:\w+=\S+ )?([\w.-]+)", README))
     assert {"demo", "test"} <= named <= targets
-    names = "|".join(COMMANDS) + "|bench"
+    names = "|".join(COMMANDS)
     told = re.findall(rf"(?:`|\$ |^)v41 ((?:{names})\b[^`\n#]*)", README, re.MULTILINE)
     lines = [line.split() for line in told]
     assert {line[0] for line in lines} == {*names.split("|")} - {"completion"}
