@@ -187,6 +187,7 @@ WRONG: dict[
         FIRST,
     ),
     "scores are small": (attention_core, "LARGE", 1.0, with_flaw("scores have bounds")),
+    "some score is large": (attention_core, "SELDOM", 0.6, with_flaw("hidden by a number in reach")),
     "a sink is forgotten": (attention_core.Core, "others", (), FIRST),
     "bytes are not decoded": (records, "_decodes", lambda *args: True, FIRST),
     "any cast is one of p": (module, "_leads_to", lambda node, reader: True, with_flaw("a total of rounded p")),

@@ -50,6 +50,7 @@ FLAWS = {  # the rule it breaks; the first of each rule is tried in every run
     "no max": OTHER,
     "a sink in half": OTHER,
     "scores have bounds": OTHER,
+    "hidden by a number in reach": OTHER,
     "turned back by another table": "the output turns back by what turned the queries",
     "RoPE in bf16": "RoPE is fp32, rounded once",
     "p is returned": "only its output is read outside",
@@ -177,7 +178,10 @@ class Spelling:
             scores = scores.to(dtype).float()
         if self.flaw == "scores have bounds":
             scores = scores.clamp(-30, 30)
-        p, total = self.soft(HIDES[self.hide](scores, seen), sink)
+        hidden = HIDES[self.hide](scores, seen)
+        if self.flaw == "hidden by a number in reach":
+            hidden = scores.masked_fill(~seen.unsqueeze(1), -1e4)
+        p, total = self.soft(hidden, sink)
         p = p * scale if late else p
         rounded = p.half() if self.flaw == "p rounded twice" else p
         rounded = rounded.to(dtype) if self.rounded else rounded
