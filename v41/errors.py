@@ -143,7 +143,7 @@ class UnknownSite(V41Error):
     """facts: run (the pass), site, known (as text)."""
 
     found = "pass {run} judged no site {site!r}"
-    fix = "use one of: {known}"
+    fix = "use one of: {known}; of any other node v41 explain says what became of it"
 
 
 class AmbiguousSite(V41Error):
