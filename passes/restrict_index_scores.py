@@ -33,23 +33,46 @@ Needs outline_index_scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from v41._compat import fake_mode_of, symbols_of, without_guards
+from v41.passes import re_indexers
 from v41.passes.candidate_scores import Unsized, candidate_blocks, rerun
 from v41.passes.matching import aten, fake
 from v41.passes.outline_index_scores import KIND
-from v41.passes.re_indexers import Site
 from v41.passes.replay_seam import take_too
 from v41.passes.sites import Rule, broken_rule, in_programs
 from v41.regions import inline, outline, region_of, regions
 from v41.report import Decision, applied, refused
 
 ORIGIN = ("stack_trace", "nn_module_stack", "custom")
+
+
+class Site(re_indexers.Site):
+    """A re-indexer, and what its new body computes."""
+
+    @cached_property
+    def results(self) -> list[Any]:
+        """What each operation of it gives, in order, on fake tensors; Unsized where it cannot be told."""
+        mode = fake_mode_of([node.meta.get("val") for node in self.call.all_input_nodes])
+        found: list[Any] = []
+        assert mode is not None and self.kept is not None
+
+        def compute(target: Any, *args: Any, **kwargs: Any) -> Any:
+            found.append(target(*args, **kwargs))
+            return found[-1]
+
+        with mode, without_guards(mode):
+            kept = self.kept.meta["val"].new_empty((self.sizes["T"], self.sizes["B"]))  # of this site's rows
+            blocks = candidate_blocks(compute, kept, self.source["keep"])
+            found.clear()
+            rerun(self, compute, lambda node: node.meta["val"], blocks)
+        return found
 
 
 # ---- what must hold: each predicate returns the node at fault
@@ -80,19 +103,10 @@ def counts_two_things_alike(site: Site) -> Node | None:
 
 def resizes_otherwise(site: Site) -> Node | None:
     """A size in the body that would be another in the new one, and is not known to be."""
-    values = [node.meta.get("val") for node in site.call.all_input_nodes]
-    mode = fake_mode_of(values)
-    assert mode is not None and site.kept is not None
-
-    def compute(target: Any, *args: Any, **kwargs: Any) -> Any:
-        return target(*args, **kwargs)
-
-    with mode, without_guards(mode):
-        try:
-            kept = site.kept.meta["val"].new_empty((site.sizes["T"], site.sizes["B"]))  # of this site's rows
-            rerun(site, compute, lambda node: node.meta["val"], candidate_blocks(compute, kept, site.source["keep"]))
-        except Unsized as error:
-            return error.node
+    try:
+        _ = site.results
+    except Unsized as error:
+        return error.node
     return None
 
 
@@ -147,7 +161,7 @@ def _replace(gm: GraphModule, site: Site, lists: dict[Node, list[Node]], taken: 
     if site.taken is not None:
         blocks = _rows_of(gm, blocks, site.taken[0], taken)
     roles = dict(zip(site.call.all_input_nodes[1:], attrs["operands"], strict=True)) | {blocks: "candidate_blocks"}
-    emit = Emit(gm, site.call, site.call)
+    emit = Emit(gm, site.call, site.call, site.results)
     picks = rerun(site, emit.call, lambda node: node, blocks)
     restricted = attrs | {"restricted": True, "block": site.source["block"], "keep": site.source["keep"]}
     (old,) = site.call.users
@@ -187,16 +201,17 @@ def _values(args: Any) -> Any:
 
 
 class Emit:
-    """Puts nodes in front of `before`, with meta; sizes that are numbers or known stay so."""
+    """Puts nodes in front of `before`, with meta; sizes that are numbers or known stay so. results: what they give, in
+    order, where that was computed before."""
 
-    def __init__(self, gm: GraphModule, before: Node, like: Node) -> None:
+    def __init__(self, gm: GraphModule, before: Node, like: Node, results: Sequence[Any] | None = None) -> None:
         self.gm, self.before, self.nodes = gm, before, list[Node]()
+        self.results = None if results is None else iter(results)
         self.origin = {key: like.meta[key] for key in ORIGIN if key in like.meta}
         self.mode = fake_mode_of([node.meta.get("val") for node in like.all_input_nodes])
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.mode, without_guards(self.mode):
-            value = target(*_values(args), **_values(kwargs))
+        value = self._value(target, args, kwargs) if self.results is None else next(self.results)
         if isinstance(value, int):
             return value
         with self.gm.graph.inserting_before(self.before):
@@ -204,6 +219,10 @@ class Emit:
         node.meta = {**self.origin, "val": value}
         self.nodes.append(node)
         return node
+
+    def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
+        with self.mode, without_guards(self.mode):
+            return target(*_values(args), **_values(kwargs))
 
 
 def _drop_unread(gm: GraphModule, mask: Node) -> None:
