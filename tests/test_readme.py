@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 from v41.options import Options
 from v41.passes.pipeline import PIPELINE
 from v41.tools.cli import COMMANDS, parser
+from v41.tools.completion import commands
 from v41.tools.report_view import BETWEEN
 
 README = (ROOT / "README.md").read_text()
@@ -41,6 +42,11 @@ def test_the_commands_of_the_readme_exist() -> None:
     for line in lines:
         if "--help" not in line:
             assert parser().parse_args(line).command == line[0]
+
+
+def test_the_readme_says_what_each_case_of_bench_is_for() -> None:
+    cases = {word for word in commands(parser())["bench",] if not word.startswith("-")}
+    assert {*re.findall(r"`v41 bench (\w+)", README)} == cases
 
 
 def test_the_options_of_the_readme_are_those_there_are() -> None:

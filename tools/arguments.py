@@ -20,11 +20,11 @@ TROUBLE = "a site was refused that the model could spell otherwise, a pass faile
 RUN_OR_MODEL = f"a folder that v41 capture wrote, {MODELS} (tiny)"
 
 
-def add_source(command: argparse.ArgumentParser, *, position: bool = True) -> None:
+def add_source(command: argparse.ArgumentParser, *, position: bool = True, told: str = RUN_OR_MODEL) -> None:
     """The one argument by which every command is told what to look at; by position too, where no names stand there."""
     if position:
-        command.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=RUN_OR_MODEL)
-    named = argparse.SUPPRESS if position else RUN_OR_MODEL
+        command.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=told)
+    named = argparse.SUPPRESS if position else told
     options = ("-m", "--model", "--preset", "--run")  # one argument: its value tells which of these it is
     command.add_argument(*options, dest="model", default="tiny", metavar="MODEL", help=named)
     add_layers(command)

@@ -10,6 +10,7 @@ from v41.tools.arguments import PRESETS, add_codegen, add_codegens, add_json, ad
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:
+    command.description = "Measures and checks, most of it on a GPU alone, and keeps the figures as JSON."
     cases = command.add_subparsers(dest="case", required=True, metavar="CASE")
     boundary = cases.add_parser("boundary", help="the mHC boundary: the generated kernel and its contenders")
     modes = "bench: times (the default); check: values, bits and races; tune: times of many schedules"

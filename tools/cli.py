@@ -67,17 +67,15 @@ def parser() -> Parser:
     add_capture(commands.add_parser("capture", help="keep what the compiler makes of a model, for the commands below"))
     add_inspect(commands.add_parser("inspect", help="what the compiler finds in every layer, without weights"))
     add_cost(commands.add_parser("cost", help="bytes, operations, launches of a step, and the least time they take"))
-    add_passes(commands.add_parser("partition", help="the pieces, why each begins where it does, and what crosses it"),
-               f"{TROUBLE}, or no graph can hold a piece")  # fmt: skip
+    add_partition(commands.add_parser("partition", help="the pieces, why each begins there, and what crosses it"))
     add_memory(commands.add_parser("memory", help="what lives between pieces, at most, and the pool of captured steps"))
     add_timeline(commands.add_parser("timeline", help="when each piece of a decode step runs, by stream, predicted"))
     add_explain(commands.add_parser("explain", help="a node's way from its line of the model to what runs it"))
-    add_passes(commands.add_parser("passes", help="per pass: sites, nodes, regions, launches and time"))
+    add_pass_table(commands.add_parser("passes", help="per pass: sites, nodes, regions, launches and time"))
     add_why_not(commands.add_parser("why-not", help="which rule made a pass refuse a site, and what to do"))
     add_diff(commands.add_parser("diff", help="what a pass changed in the graph"))
     add_kernels(commands.add_parser("kernels", help="generated kernels: text, launches, registers, spills"))
-    add_passes(commands.add_parser("verify", help="each pass numerically: the first node whose value is another"),
-               "values of a pass could not be compared, too")  # fmt: skip
+    add_verify(commands.add_parser("verify", help="each pass numerically: the first node whose value is another"))
     add_bisect(commands.add_parser("bisect", help="the first pass with which a check of yours fails"))
     add_completion(commands.add_parser("completion", help="completion of commands and options for your shell"))
     add_bench(commands.add_parser("bench", help="measure on this GPU, check against fp64, keep the figures as JSON"))
@@ -114,6 +112,11 @@ def add_cost(command: argparse.ArgumentParser) -> None:
     add_step(command, [1, 128, 4096])
     command.add_argument("--gpu", default="H200", metavar="NAME", help="H200 (this), H200-copy, H100 or B200")
     add_common(command, f"{TROUBLE}, or operations are left out that nobody counts")
+
+
+def add_partition(command: argparse.ArgumentParser) -> None:
+    command.description = "The pieces of a program, why each begins where it does, and what it reads of those before."
+    add_passes(command, f"{TROUBLE}, or no graph can hold a piece")
 
 
 def add_memory(command: argparse.ArgumentParser) -> None:
@@ -154,7 +157,22 @@ def add_completion(command: argparse.ArgumentParser) -> None:
     add_json(command)
 
 
+def add_verify(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Runs a model before and after each pass, on random inputs, and compares bits. Exits with 1 where a pass "
+        "changed a value or broke a rule of programs."
+    )
+    add_source(command, told=f"{MODELS} (tiny); no saved run, for none holds what can be run")
+    add_common(command, "values of a pass could not be compared, too")
+
+
+def add_pass_table(command: argparse.ArgumentParser) -> None:
+    command.description = "What each pass judged, applied and refused, and what it left of nodes and launches."
+    add_passes(command)
+
+
 def add_why_not(command: argparse.ArgumentParser) -> None:
+    command.description = "Which rule made a pass refuse a site, the node and the line that break it, and what to do."
     command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("site", metavar="SITE", nargs="?", help="its node, or BODY/NODE (all that were refused)")
     command.add_argument("--all", action="store_true", help="tell each site, not one of many that are alike")
@@ -162,6 +180,7 @@ def add_why_not(command: argparse.ArgumentParser) -> None:
 
 
 def add_diff(command: argparse.ArgumentParser) -> None:
+    command.description = "The nodes that a pass made, took away, moved into a region, or let read something else."
     command.add_argument("name", metavar="PASS", help="one of those that v41 passes lists")
     command.add_argument("--all", action="store_true", help="show each change, not one of many that are alike")
     add_passes(command, "this pass failed or refused a site that the model could spell otherwise", position=False)

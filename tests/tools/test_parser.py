@@ -33,12 +33,19 @@ def test_every_example_is_a_command_that_is_understood(command: str | None, line
     assert command in (None, found.command)
 
 
-def test_every_command_has_an_example_in_its_help() -> None:
+def test_every_command_says_what_it_does_in_its_help_and_has_an_example() -> None:
     assert EXAMPLES.keys() - {None} == COMMANDS.keys()
     for command in COMMANDS:
+        assert parser().of(command).description, command
         helped = parser().of(command).format_help()
         assert all(line in helped and what in helped for line, what in EXAMPLES[command])
     assert all(line in parser().format_help() for line, _ in EXAMPLES[None])
+
+
+def test_what_cannot_read_a_saved_run_does_not_offer_it() -> None:
+    helped = {command: " ".join(parser().of(command).format_help().split()) for command in COMMANDS}
+    offered = {command for command, told in helped.items() if "a folder that v41 capture wrote" in told}
+    assert {"inspect", "passes", "diff"} <= offered and not {"verify", "generate", "capture"} & offered
 
 
 @pytest.mark.parametrize(
