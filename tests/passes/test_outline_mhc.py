@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, ops
+from torch import ops
 from torch.fx import GraphModule, Node
 
 from tests.invariants import apply, check_fired_share, check_pass, check_same_values, copy_program
@@ -26,7 +26,6 @@ from v41.passes.canonicalize import canonicalize
 from v41.passes.fold_sinkhorn import fold_sinkhorn
 from v41.passes.matching import is_narrowing, shape
 from v41.passes.outline_mhc import RULES, outline_mhc
-from v41.passes.replay_seam import outline_seam
 from v41.regions import NotOutlinable, body_of, is_region, region_of, regions, slice_of
 from v41.report import Decision
 from v41.tools.inspect import first_layers
@@ -138,29 +137,6 @@ def test_a_boundary_alone_is_a_seam() -> None:
     (call,) = regions(gm, "mhc_boundary")
     roles = region_of(call).attrs["operands"]
     assert Counter(roles) == Counter(["streams", "pending", "post", "comb", "carried"] + ["weight"] * 4)
-
-
-@pytest.mark.parametrize("in_a_region", (False, True))
-def test_a_boundary_reads_what_one_of_other_rows_predicted(in_a_region: bool) -> None:
-    """As where a program keeps some rows from there on, before what takes them is outlined, and after."""
-    model = PlainStack(V41Config.preset("tiny"))
-    n, T, D = model.config.hc_mult, 5, 8
-
-    def later(X: Tensor, late: Tensor, A: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
-        X, h, *predicted = boundary(X, None, None, None, A, model.mix(0))
-        X, A, C, B, h = (each[kept] for each in (X, *predicted, h))
-        return boundary(X, h + late, C, B, A, model.mix(1))
-
-    X, late = torch.randn(T, n, D).bfloat16(), torch.randn(T, D).bfloat16()
-    gm = trace(later, X, late, torch.rand(T, n), torch.tensor([0, 1, 2, 2, 4]))  # torch takes one size for all rows
-    apply(canonicalize, gm)
-    apply(fold_sinkhorn, gm)
-    takes = gm.graph.find_nodes(op="call_function", target=ops.aten.index.Tensor)
-    if in_a_region:
-        (kept,) = {index for take in takes for index in take.args[1]}
-        assert outline_seam(gm, takes, kept, 0, {}) is not None
-    decisions = check_pass(outline_mhc, gm, rows=(2, 3))  # indices of 0 and 1 are drawn
-    assert kinds(decisions) == {"mhc_boundary after_engram": 1, "mhc_boundary seam": 1}
 
 
 @pytest.mark.slow
