@@ -94,6 +94,13 @@ class FileUnreadable(ModelError, ValueError):
     fix = "fetch or write it again: it was cut short, or holds something else than its name says"
 
 
+class TokenizersMissing(ModelError, ImportError):
+    """No facts."""
+
+    found = "a tokenizer.json is read by the package tokenizers, which is not installed"
+    fix = "install it: pip install tokenizers"
+
+
 class TokenMapError(ModelError):
     """facts: shape, dtype, lowest, highest, ids, compressed."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from v41.model_def.errors import FileUnreadable, TokenizerOfAnother
+from v41.model_def.errors import FileUnreadable, TokenizerOfAnother, TokenizersMissing
 
 LONE_SPACE = "\ue000"  # stands for it while ends are stripped: no text has a character of private use
 
@@ -42,11 +42,11 @@ def number_keys(keys: Iterable[str]) -> Tensor:
 
 
 def read_tokenizer(tokenizer_json: str | Path) -> Any:
-    """The tokenizer of a file, by the `tokenizers` package. FileUnreadable if it refuses, or is not there."""
+    """The tokenizer of a file. FileUnreadable where `tokenizers` refuses it, TokenizersMissing without that package."""
     try:
         from tokenizers import Tokenizer  # here, for only this needs it
     except ImportError:
-        raise FileUnreadable(tokenizer_json, problem="the package tokenizers is not installed") from None
+        raise TokenizersMissing(tokenizer_json) from None
     try:
         return Tokenizer.from_file(str(tokenizer_json))
     except Exception as error:  # the library raises this very type
@@ -57,7 +57,7 @@ def read_token_map(tokenizer_json: str | Path, ids: int, compressed: int) -> Ten
     """int64 [n], compressed id of each token id up to the highest.
 
     The hashes of a model with `ids` token ids hang on all its `compressed` ids being there: TokenizerOfAnother where a
-    tokenizer has other ones. FileUnreadable where the file is none.
+    tokenizer has other ones. FileUnreadable where the file is none, TokenizersMissing as in read_tokenizer.
     """
     tokenizer = read_tokenizer(tokenizer_json)
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)  # its size counts no gaps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -30,6 +31,7 @@ from v41.model_def.errors import (
     FileUnreadable,
     LogitsAreNoNumbers,
     TokenizerOfAnother,
+    TokenizersMissing,
     TokenMapError,
 )
 from v41.model_def.generation import greedy
@@ -227,6 +229,17 @@ def test_a_tokenizer_that_is_none_is_named(released: tuple[Path, dict[str, Tenso
     with pytest.raises(FileUnreadable, match="no tokenizer") as caught:
         load_checkpoint(V41ForCausalLM(QUANTISED), folder)
     assert caught.value.where == folder / "tokenizer.json"
+
+
+def test_without_the_package_a_tokenizer_is_no_damaged_file(
+    released: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = released
+    (folder / TOKEN_MAP).unlink(missing_ok=True)
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(TokenizersMissing, match="pip install tokenizers"):
+        load_checkpoint(V41ForCausalLM(QUANTISED), folder)
 
 
 def test_the_token_map_comes_from_a_tokenizer(released: tuple[Path, dict[str, Tensor]]) -> None:
