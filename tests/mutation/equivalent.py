@@ -48,4 +48,6 @@ EQUIVALENT: dict[str, str] = {
     " self.whole_mask, attrs['block'])": "all else that such a region returns are numbers, and no mask",
     "passes/re_indexers.py _repeats: numbers(kept, 0) > 0  with 0 + 1": "a mask that keeps fewer tells as much",
     "passes/open_shared.py _holds: id(body) not in known  ->  True": "a body is looked into again, and holds the same",
+    "passes/take_in_gathers.py Site.written_over: self.order[node] < self.order[self.call]  ->  self.order[node] <="
+    " self.order[self.call]": "the region itself is found only where it reads what is found, which is refused",
 }

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.children import Outcome, Seen
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.guards import Mutant, mutants_of, mutated
-from tests.mutation.score import ROOT, Outcome, drawn, merged, newly_survived, score_of, sources_of, table
+from tests.mutation.score import ENOUGH, ROOT, Reach, drawn, merged, newly_survived, score_of, sources_of, table
 
 SOURCE = '''
 RULES: tuple[tuple[str, Rule[int]], ...] = (
@@ -143,6 +144,15 @@ def test_children_tell_what_tests_reach_and_which_mutants_they_kill(tmp_path: Pa
 
 def some() -> list[Mutant]:
     return mutants_of("passes/a.py", SOURCE)
+
+
+def test_a_rule_is_tried_by_all_tests_of_its_file_and_others_as_long_as_that_takes() -> None:
+    lines = {"passes/a.py": set(range(100))}
+    names = ["tests/passes/test_b.py::x", *(f"tests/passes/test_a.py::{i}" for i in range(9))]
+    reached = Reach({name: Seen(True, ENOUGH / 4 + i, lines) for i, name in enumerate(names)})
+    for mutant in some():
+        tried = reached.of(mutant)
+        assert tried == names[1:] if mutant.kind == "rule" else len(tried) == 3 and set(tried) < set(names[1:])
 
 
 def test_a_score_counts_and_names_survivors() -> None:
