@@ -182,7 +182,8 @@ def layers(inspection: Inspection) -> list[LayerView]:
             view = views[last]
             if is_region(node):
                 view.regions.append(region_of(node))
-            if (judged := refused.get(node.meta.get(ORIGIN, ("", node.name)))) is not None:
+            judged = refused.get(node.meta.get(ORIGIN, ("", node.name)))
+            if judged is not None and node.op != "placeholder":  # told where it stands, not where it is handed to
                 view.refused.append(judged)
     return list(views.values())
 

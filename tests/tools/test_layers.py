@@ -98,6 +98,35 @@ def test_what_is_refused_in_a_body_is_told_for_each_call_that_was_opened() -> No
     assert refused.body and [each for view in layers(inspection) for each in view.refused] == [refused] * 3
 
 
+class Handed(nn.Module):
+    """A chain that is refused, and read behind a router, in a piece further on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = (x.unsqueeze(-1) * x.unsqueeze(-2)).exp()
+        for turn in range(3):
+            m = m / (m.sum(-1 - turn % 2, keepdim=True) + 1e-6 * turn)
+        weights, experts = route(m.sum(-1), self.gate.weight, 1)
+        return m.sum(-2) * weights + experts
+
+
+def test_what_is_refused_is_told_once_though_pieces_hand_it_on() -> None:
+    def make() -> tuple[nn.Module, tuple[Tensor]]:
+        x = torch.rand(5, WIDTH)
+        mark_rows(x)
+        return Handed(), (x,)
+
+    torch._dynamo.reset()
+    inspection = capture_call(make, codegen="triton")
+    (refused,) = (each for run in inspection.report.passes for each in run.decisions if not each.applied)
+    bodies = [piece.body.graph.nodes for piece in inspection.plan.pieces]
+    assert sum(node.name == refused.node for nodes in bodies for node in nodes) == 2
+    assert [each for view in layers(inspection) for each in view.refused] == [refused]
+
+
 class Shares(nn.Module):
     """Calls a body that layers share, beside work of its own, of which each layer has more than the one before."""
 
