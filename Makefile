@@ -73,4 +73,5 @@ define install
 endef
 
 clean:
-	rm -rf .venv .venv-2.11 build dist v41.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-2.11 build dist v41.egg-info docs/reference
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
