@@ -1,8 +1,8 @@
 """`v41 capture MODEL -o RUN`: what the compiler makes of a model, kept in a folder that all other commands read.
 
-    captured preset flash: 184 pieces, 23 artifacts, 80 regions, 5 kernels in 97 s
-    kept in  run/  14.2 MiB: config, plan, nodes, work, kernels, changes; no weights
-    look     v41 inspect run/    v41 cost run/ --tokens 1,128,4096    v41 explain NODE -m run/
+    captured preset flash: 469 pieces, 53 artifacts, 426 regions, 25 kernels in 97 s
+    kept in  run  24.3 MiB, no weights
+    look     v41 inspect run    v41 cost run --tokens 1,128,4096    v41 explain NODE -m run
 
 A later capture into the same folder takes its place at once; one that is broken off leaves it as it was.
 """

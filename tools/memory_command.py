@@ -1,11 +1,12 @@
 """`v41 memory --tokens 16`: what lives between the pieces of a step, at its fullest, and what graphs of a bucket need.
 
     decode of 16 at 4096 tokens: rows = 16, ...
-    values, MiB   ▁▂▂▃▅▇█▇▅▃▂▁   a column a few pieces; the fullest piece_16 with 3.05
+    ▁▂▂▃▅▇█▇▅▃▂▁  at most 3.05 MiB, while piece_16 runs      a column a few pieces
     value    spec                born     dies     MiB        what lives there, the largest first
-    read only MiB  written MiB  inputs copied MiB  values at most MiB
 
-    rows  graph pool MiB             of captured steps: values and copied inputs; --all: for each rung of rows
+    step                    read only MiB  written MiB  inputs copied MiB  values at most MiB
+
+    captured rows  values MiB  inputs copied MiB  pool MiB    --all: for each rung of rows
 
 As far as the plan knows: values between pieces. What a piece holds while it runs, and how an allocator rounds and
 splits, come on top. Weights and caches are as large as captured: `v41 capture` takes the smallest cache that does.

@@ -1,10 +1,11 @@
 """`v41 verify MODEL`: after each pass, is the program as sound as before, and does it compute the same bits?
 
-    pass           nodes  rules  values            what
-    fold_sinkhorn    412  hold   equal
-    outline_mhc      398  BROKEN                   it computes the same values; div_7: value 3 ... differs with 2 rows
-                                                   model_def/mhc.py:66  m = m / (m.sum(-1, keepdim=True) + eps)
-    verified: 12 passes, 11 hold
+    pass           rules   values  applied  nodes
+    fold_sinkhorn  hold    equal        12   2687
+    outline_mhc    BROKEN  BROKEN        0   2687
+    outline_mhc: InvariantBroken: ... it computes the same values; div_7: value 3 ... differs with 2 rows
+    outline_mhc: at   model_def/mhc.py:66  m = m / (m.sum(-1, keepdim=True) + eps)
+    18 passes: 17 hold all rules, of 17 the values were compared and are equal
 
 Rules are those of passes/verify.py. Values: the program before and after the pass, on the same random inputs, also in
 fp64; the node named is the first whose value is another (passes/same_values.py). A pass that breaks something is
