@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ def show_text(console: Console, outcome: Outcome) -> None:
         add(made, str(number), len(prompt), visible(end), visible(rest))
     console.print(made)
     if outcome.source.startswith("preset"):
-        say(console, "random weights: what follows is noise, but the same noise eager writes")
+        say(console, noise([agreement for agreement, _ in outcome.agreements.values()]))
     first, *later = outcome.made.steps
     rows, seconds = sum(step.rows for step in later), sum(step.seconds for step in later)
     console.print()
@@ -77,6 +78,12 @@ def show_text(console: Console, outcome: Outcome) -> None:
     add(times, "first, with compilation", 1, first.rows, f"{first.seconds:.1f}", None)
     add(times, "the others", len(later), rows, f"{seconds:.1f}", f"{rows / seconds:.0f}" if later else None)
     console.print(times)
+
+
+def noise(agreements: Sequence[Agreement]) -> str:
+    """What the text of a random model is; that eager writes the same is said where all bits were seen to be its."""
+    same = bool(agreements) and all(each.bit_equal == len(each.rows) for each in agreements)
+    return "random weights: what follows is noise" + ", but the same noise eager writes" * same
 
 
 def visible(text: str) -> str:

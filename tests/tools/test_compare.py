@@ -16,6 +16,7 @@ from v41.model_def import attention
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.compare import JUDGED, KL_LIMIT, MOVE_LIMIT, agree, join, largest
+from v41.tools.generate_view import noise
 from v41.tools.last_bits import reference
 from v41.tools.recording import Recording, replay
 
@@ -29,6 +30,13 @@ def test_equal_runs_are_bit_equal() -> None:
     found = agree(eager, eager.clone(), eager.double()[None])
     assert (found.holds, found.bit_equal, found.same_argmax, found.excused, found.failed) == (True, 7, 7, 0, 0)
     assert (found.max_kl, found.max_deviation, found.moved) == (0, 0, 0)
+
+
+def test_eager_writes_the_same_noise_where_all_rows_have_its_bits() -> None:
+    eager = torch.randn(5, 7, generator=torch.Generator().manual_seed(3))
+    same, other = (agree(eager, rows, eager.double()[None]) for rows in (eager, eager.nextafter(eager + 1)))
+    assert "eager" in noise([same, same])
+    assert "eager" not in noise([same, other]) and "eager" not in noise([])
 
 
 def test_kl_is_the_divergence_from_eager() -> None:
