@@ -156,7 +156,7 @@ class Lookup:
 
     @property
     def exits(self) -> set[Node | None]:
-        return {self.rows, self.tail.quantised}
+        return {self.rows, self.tail.quantised, *self.tail.scales}
 
     @cached_property
     def members(self) -> list[Node]:

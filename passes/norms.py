@@ -56,7 +56,7 @@ class Norm:
     @property
     def exits(self) -> set[Node | None]:
         """What outsiders may read: the row when it is normed, turned, quantised."""
-        return {self.result, self.tail.turned, self.tail.quantised}
+        return {self.result, self.tail.turned, self.tail.quantised, *self.tail.scales}
 
     @cached_property
     def roles(self) -> dict[Node, str]:

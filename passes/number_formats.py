@@ -4,17 +4,21 @@
         "fp8"   e4m3, ue8m0      the least power of two that keeps a group within 448
         "fp4"   e2m1, e4m3       largest / 6, rounded
         "mxfp4" e2m1, ue8m0
+        "fp8_fp32"  e4m3, fp32   largest / 448; only apart
     then     back in the type of the row ("fp8"), or as a record of the data bytes of all groups and a scale byte for
-             each ("fp8_record"); pairs of e2m1 codes share a byte, the even channel low
+             each ("fp8_record"), or values and scales apart ("fp8_apart"), of which a group may be the whole row;
+             pairs of e2m1 codes share a byte, the even channel low
 
-`read_format` runs nodes on drawn rows and asks which format gives their very bits; decoding is in records.py. Rows of
-small numbers are not drawn: what a format does to groups of zeros (a floor under the scale) is the body's affair.
+`read_format` runs nodes on drawn rows and asks which format gives their very bits; decoding is in records.py. How a
+quotient by an fp32 scale is rounded hangs on its spelling: there a number may lean to either side. Rows of small
+numbers are not drawn: what a format does to groups of zeros (a floor under the scale) is the body's affair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -26,20 +30,27 @@ from v41.passes.matching import fake, same_sizes, shape
 from v41.passes.records import E2M1, decode
 
 LARGEST = {"e4m3": 448.0, "e2m1": 6.0}
-KINDS = {"fp8": ("e4m3", "ue8m0"), "fp4": ("e2m1", "e4m3"), "mxfp4": ("e2m1", "ue8m0")}
+KINDS = {
+    "fp8": ("e4m3", "ue8m0"),
+    "fp4": ("e2m1", "e4m3"),
+    "mxfp4": ("e2m1", "ue8m0"),
+    "fp8_fp32": ("e4m3", "fp32"),
+}
+WHOLE = ("rounded", "record")  # forms of all that a row becomes; "values" and "scales" are two results of one format
 GROUPS = (16, 32, 64, 128)
 DRAWS = 3
+LEAN = 2.0**-20  # what several roundings in fp32 are worth
 
 
 @dataclass(frozen=True)
 class Format:
     kind: str  # of KINDS
     group: int  # channels under one scale
-    record: bool  # bytes, or back in the type of the row
+    form: str  # of WHOLE, or a part of what is apart
 
     @property
     def name(self) -> str:
-        return self.kind + "_record" * self.record
+        return self.kind + {"rounded": "", "record": "_record"}.get(self.form, "_apart")
 
     @property
     def value(self) -> str:
@@ -55,22 +66,56 @@ class Format:
 
     def facts(self, width: int) -> dict[str, object]:
         """What a region says of a row of `width` channels that leaves it so; bytes: None unless it is a record."""
-        size = self.bytes(width) if self.record else None
+        size = self.bytes(width) if self.form == "record" else None
         return {"values": self.value, "scale": self.scale, "group": self.group, "bytes": size}
 
-    def apply(self, x: Tensor) -> Tensor:
-        """The rows x [..., D] rounded, or their records."""
+    def fits(self, width: int, row: torch.dtype, held: int, made: torch.dtype) -> bool:
+        """Whether a row of `width` channels in the type `row` could come out as `held` numbers in the type `made`."""
+        if self.form in WHOLE:
+            known = self.scale != "fp32" and self.group in GROUPS
+            size, types = (width, (row,)) if self.form == "rounded" else (self.bytes(width), (torch.uint8,))
+            return known and held == size and made in types
+        if self.form == "values":
+            pairs = self.value == "e2m1"
+            return held == width // (2 if pairs else 1) and made is (torch.uint8 if pairs else torch.float8_e4m3fn)
+        byte = {"ue8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}.get(self.scale)
+        return held == width // self.group and made in (torch.float32, byte)
+
+    def gives(self, x: Tensor, found: Tensor) -> bool:
+        """Whether `found`, shaped in any way, is what becomes of the rows x [..., D]."""
+        if self.form == "scales" and found.dtype is torch.float32:
+            wanted = self._parts(x, 1)[1]
+            return torch.allclose(found.reshape(wanted.shape), wanted, LEAN, 0)
+        leans = (1 - LEAN, 1 + LEAN) if self.scale == "fp32" else (1,)
+        low, high = self.apply(x, leans[0]), self.apply(x, leans[-1])
+        found = (found.view(low.dtype) if found.dtype.itemsize == low.dtype.itemsize else found).reshape(low.shape)
+        return bool(((found == low) | (found == high)).all())
+
+    def apply(self, x: Tensor, lean: float = 1) -> Tensor:
+        """The rows x [..., D] rounded, or their records, or the bytes of their values or scales. Quotients are
+        multiplied by `lean`."""
+        data, _, byte = self._parts(x, lean)
+        if self.form in ("values", "scales"):
+            return data if self.form == "values" else byte
+        record = torch.cat((data, byte), -1)
+        if self.form == "record":
+            return record
+        return decode(record, self.value, self.scale, byte.shape[-1]).to(x.dtype)
+
+    def _parts(self, x: Tensor, lean: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Data bytes, scales in fp32, scale bytes."""
         groups = x.float().unflatten(-1, (-1, self.group))
         scale, byte = _scales(groups.abs().amax(-1) * (1 / LARGEST[self.value]), self.scale)
-        data = _codes(groups.double() / scale.unsqueeze(-1), self.value).flatten(-2)
+        data = _codes(groups.double() * lean / scale.unsqueeze(-1), self.value).flatten(-2)
         if self.value == "e2m1":
             data = data[..., ::2] | data[..., 1::2] << 4
-        record = torch.cat((data, byte), -1)
-        return record if self.record else decode(record, self.value, self.scale, byte.shape[-1]).to(x.dtype)
+        return data, scale, byte
 
 
 def _scales(wanted: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """The scales as fp32 and as bytes."""
+    """The scales as fp32 and as bytes, which fp32 has none of."""
+    if kind == "fp32":
+        return wanted, wanted.new_empty(0)
     if kind == "e4m3":
         rounded = wanted.clamp(max=LARGEST["e4m3"]).to(torch.float8_e4m3fn)
         return rounded.float(), rounded.view(torch.uint8)
@@ -89,31 +134,38 @@ def _codes(x: Tensor, kind: str) -> Tensor:
     return (away.argmin(-1) + (x < 0) * 8).to(torch.uint8)
 
 
-def formats_of(source: Node, result: Node) -> list[Format]:
-    """Those by which the shape and the type of `result` could come from rows `source`."""
+def formats_of(source: Node, result: Node, forms: Collection[str] = WHOLE) -> list[Format]:
+    """Those, of such `forms`, by which the shape and the type of `result` could come from rows `source`.
+
+    Values and scales may lie in groups, [..., D / group, group] and [..., D / group, 1].
+    """
     row, made = fake(source), fake(result)
     if row is None or made is None or not row.is_floating_point() or not row.ndim or not isinstance(row.shape[-1], int):
         return []
-    width, whole = row.shape[-1], same_sizes(shape(source), shape(result)) and made.dtype is row.dtype
-    known = [Format(kind, group, not whole) for kind in KINDS for group in GROUPS if width % group == 0]
-    if whole:
-        return known
-    rows = same_sizes(shape(source)[:-1], shape(result)[:-1]) and made.dtype is torch.uint8
-    return [each for each in known if rows and made.shape[-1] == each.bytes(width)]
+    width, held = row.shape[-1], made.shape[row.ndim - 1 :]
+    if not same_sizes(shape(source)[:-1], shape(result)[: row.ndim - 1]) or any(not isinstance(n, int) for n in held):
+        return []
+    groups = [group for group in dict.fromkeys((*GROUPS, width)) if width % group == 0]
+    known = (Format(kind, group, form) for form in forms for kind in KINDS for group in groups)
+    return [each for each in known if (each.form not in WHOLE or len(held) == 1)
+            and each.fits(width, row.dtype, prod(held), made.dtype)]  # fmt: skip
 
 
-def read_format(nodes: Iterable[Node], source: Node, result: Node) -> Format | None:
-    """The format in which `nodes` leave the rows `source`; None where it is another."""
-    known, nodes = formats_of(source, result), list(nodes)
+def read_format(
+    nodes: Iterable[Node], source: Node, result: Node, forms: Collection[str] = WHOLE
+) -> Format | None:
+    """The format, and the form of such `forms`, in which `nodes` leave the rows `source`; None where it is another."""
+    known, nodes = formats_of(source, result, forms), list(nodes)
     if not known:
         return None
-    key = spelling(nodes, [source], result)
+    key = spelling(nodes, [source], result), tuple(forms)
     if key not in _READ:
         _READ[key] = _read_format(known, nodes, source, result)
     return _READ[key]
 
 
-_READ: dict[str, Format | None] = {}  # by spelling: layers, and both halves of a trimmed program, are alike
+# By spelling: layers, and both halves of a trimmed program, are alike.
+_READ: dict[tuple[str, tuple[str, ...]], Format | None] = {}
 
 
 def _read_format(known: list[Format], nodes: list[Node], source: Node, result: Node) -> Format | None:
@@ -124,7 +176,7 @@ def _read_format(known: list[Format], nodes: list[Node], source: Node, result: N
                 found = evaluate(nodes, {source: x}, result, keep_types=True)
             except (RuntimeError, AssertionError, TypeError):  # these nodes need what is not given
                 return None
-            known = [each for each in known if torch.equal(each.apply(x), found)]
+            known = [each for each in known if each.gives(x, found)]
     return known[0] if len(known) == 1 else None
 
 
@@ -132,8 +184,10 @@ def _rows(source: Node, seed: int) -> Tensor:
     """Random rows in the type of `source`, each 16 channels of another size.
 
     Of draw 0 so far apart that under one scale e4m3 has fewer bits of the smaller; of the others less than fp4 has.
+    Two times 64 channels differ in their largest size, and so do two times 128.
     """
     x, row = numbers(source, seed), fake(source)
     assert row is not None
-    spread = 2.0 ** (torch.arange(x.shape[-1], device=x.device) // GROUPS[0] % 5 * (1 if seed else 18))
-    return (x * spread).to(row.dtype)
+    at = torch.arange(x.shape[-1], device=x.device) // GROUPS[0]
+    sizes = torch.where(at // 8 % 2 == 0, at % 5, at % 4)
+    return (x * 2.0 ** (sizes * (1 if seed else 18))).to(row.dtype)

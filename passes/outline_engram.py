@@ -107,5 +107,5 @@ def attributes(site: Site) -> dict[str, Any]:
         "format": form.facts(int(shape(site.rows)[-1])) if form is not None else None,
         "ids_alone": site.hangs_on_ids_alone(read),
         "operands": tuple(site.role(arg) for arg in read),
-        "outputs": tuple("rows" if node is site.rows else "quantised" for node in returned),
+        "outputs": tuple("rows" if node is site.rows else site.tail.roles[node] for node in returned),
     }

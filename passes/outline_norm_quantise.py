@@ -6,11 +6,11 @@
 
 Site: a value divided by the root mean square of all that its row has, outside of other regions; a norm of each head by
 itself is none, and V4.1 has none. What follows is read by running it on numbers (row_tails.py): a turn by RoPE, then a
-rounding to groups of fp8 or fp4, either or neither; the rest stays outside, so a product with a weight, a gather of
-rows or a write of a cache never comes in. Legal when all RULES hold. Exact because outlining moves nodes and rewrites
-none; convex, as what a tail reads beside its row stood before that. A norm in a subgraph that layers share is outlined
-there, once. Needs canonicalize; comes after the passes whose regions hold norms of their own (outline_mhc,
-outline_compressor).
+rounding to groups of fp8 or fp4, either or neither; as a record, or as values and scales, outputs=("quantised",
+"scales"). The rest stays outside, so a product with a weight, a gather of rows or a write of a cache never comes in.
+Legal when all RULES hold. Exact because outlining moves nodes and rewrites none; convex, as what a tail reads beside
+its row stood before that. A norm in a subgraph that layers share is outlined there, once. Needs canonicalize; comes
+after the passes whose regions hold norms of their own (outline_mhc, outline_compressor).
 """
 
 from __future__ import annotations
@@ -61,8 +61,14 @@ def scales_another_row(site: Site) -> Node | None:
     return site.scaling.result if site.norm is None else None
 
 
+def is_scaled_otherwise(site: Site) -> Node | None:
+    assert site.norm is not None  # the rule above
+    return site.norm.tail.astray
+
+
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("the row is divided by its own root mean square", scales_another_row),
+    ("bytes of the row have scales of its own, one for each group or for all of it", is_scaled_otherwise),
     (
         "only the row when normed, turned or quantised is read outside",
         lambda site: is_read_inside(site.members, site.norm.exits),  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
     v -> split, a cos - b sin, ..., cat -> r        a Rotation (turns.py)
     r -> amax of groups, scale, values, cat -> q    a Format (number_formats.py)
+    r -> amax of groups -> s;  r / s -> q           the same, values and scales apart
 
 Found by walking from v through what works on numbers and bits, in graph order, and by running the nodes that lead to a
 value of the right shape and type. What a walk may cross is a list, so it ends at products with weights, gathers, writes
@@ -11,15 +12,28 @@ and regions. It may read, beside v, what stood there before v: so no path leaves
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
-from v41.passes.matching import RESHAPES, VIEWS, aten, between, cone, is_constant, is_part, is_pointwise, prims, shape
-from v41.passes.number_formats import Format, formats_of, read_format
+from v41.passes.matching import (
+    RESHAPES,
+    VIEWS,
+    aten,
+    between,
+    cone,
+    fake,
+    is_constant,
+    is_part,
+    is_pointwise,
+    prims,
+    shape,
+)
+from v41.passes.number_formats import WHOLE, Format, formats_of, read_format
 from v41.passes.turns import Rotation, rotation_from
 
 REACH = 200  # nodes behind a value that are looked at: twice what the longest tail has
@@ -41,7 +55,7 @@ MOVED = RESHAPES | {  # what may be done to a table of angles on its way
 
 @dataclass(frozen=True)
 class Tail:
-    """What becomes of `source`. nodes: on the way to the end, in graph order; not `source`."""
+    """What becomes of `source`. nodes: on the way to the ends, each in graph order; not `source`."""
 
     order: Mapping[Node, int]
     source: Node
@@ -57,28 +71,51 @@ class Tail:
         return self.rotation.result if self.rotation is not None else None
 
     @cached_property
-    def _quantised(self) -> tuple[Node, Format] | None:
+    def _row(self) -> tuple[Node, dict[Node, None]]:
+        """What may be quantised, and the nodes within reach of it."""
         row = self.turned or self.source
-        walk = dict.fromkeys(reach(self.order, row))
+        return row, dict.fromkeys(reach(self.order, row))
+
+    def _formats(self, forms: Collection[str]) -> Iterator[tuple[Node, Format]]:
+        row, walk = self._row
         for node in walk:
-            if node.target in RESHAPES or not formats_of(row, node):
+            if node.target in RESHAPES or not formats_of(row, node, forms):
                 continue
             nodes, read = cone(self.order, node, (row,), walk.__contains__)
-            if read == [row] and (found := read_format(nodes, row, node)) is not None:
-                return node, found
-        return None
+            if read == [row] and (found := read_format(nodes, row, node, forms)) is not None:
+                yield node, found
+
+    @cached_property
+    def _quantised(self) -> dict[Node, Format]:
+        """The end in a format; of what is apart the values, and all that is their scales in one type or another.
+
+        Scales in e8m0 are cast, and bytes are viewed, outside: no kernel of ours has that type, and a view is free.
+        """
+        if (whole := next(self._formats(WHOLE), None)) is not None:
+            return dict([whole])
+        for node, found in self._formats(("values",)):
+            by = replace(found, form="scales")
+            scales = {node: each for node, each in self._formats((by.form,)) if each == by and not _shows_bytes(node)}
+            if scales:
+                return {node: found, **scales}
+        return {}
 
     @property
     def format(self) -> Format | None:
-        return self._quantised[1] if self._quantised is not None else None
+        return next(iter(self._quantised.values()), None)
 
     @property
     def quantised(self) -> Node | None:
-        return self._quantised[0] if self._quantised is not None else None
+        return next(iter(self._quantised), None)
+
+    @property
+    def scales(self) -> list[Node]:
+        """Of values that lie apart from them."""
+        return list(self._quantised)[1:]
 
     @cached_property
     def nodes(self) -> list[Node]:
-        ends = (self.source, self.turned), (self.turned or self.source, self.quantised)
+        ends = [(self.source, self.turned), *((self._row[0], end) for end in self._quantised)]
         return [node for start, end in ends if end is not None for node in way(self.order, start, end)]
 
     @property
@@ -97,11 +134,41 @@ class Tail:
         found = {self.source: "normed"}
         if (by := self.rotation) is not None:
             found |= {by.result: "turned", by.cos: "cos", by.sin: "sin"}
-        return found | ({self._quantised[0]: "quantised"} if self._quantised is not None else {})
+        return found | {node: "scales" if at else "quantised" for at, node in enumerate(self._quantised)}
+
+    @cached_property
+    def astray(self) -> Node | None:
+        """Bytes of values, made of the row and nothing but scales, and read beyond reach, whose format is not known."""
+        row = self._row[0]
+        scales = lambda arg: bool(formats_of(row, arg, ("scales",)))
+        walk = dict.fromkeys(reach(self.order, row, scales)) if self.format is None else {}
+        for node in walk:
+            if not formats_of(row, node, ("values",)) or not _leaves(node, walk):
+                continue
+            nodes, read = cone(self.order, node, (row,), walk.__contains__)
+            found = any(each.target is aten.amax.default for each in nodes) or len(read) > 1
+            if found and all(each is row or scales(each) for each in read):
+                return node
+        return None
 
 
-def reach(order: Mapping[Node, int], source: Node) -> list[Node]:
-    """Nodes that are made of `source`, constants, and what stood before it, in graph order; REACH of them at most."""
+def _leaves(node: Node, walk: Collection[Node]) -> bool:
+    """Whether `node`, or a view of it, is read by something outside of `walk`."""
+    views = [user for user in node.users if user.target in VIEWS or user.target is aten.view.dtype]
+    return any(user not in walk for user in node.users) or any(_leaves(view, walk) for view in views)
+
+
+def _shows_bytes(node: Node) -> bool:
+    """Whether `node` is another's memory, as bytes."""
+    value = fake(node)
+    return node.target is aten.view.dtype and value is not None and value.dtype is torch.uint8
+
+
+def reach(
+    order: Mapping[Node, int], source: Node, may_read: Callable[[Node], bool] = lambda arg: False
+) -> list[Node]:
+    """Nodes that are made of `source`, constants, what stood before it and what they `may_read`, in graph order; REACH
+    of them at most."""
     found: dict[Node, None] = {}
     queue = [(order[user], user) for user in source.users]
     heapq.heapify(queue)
@@ -110,7 +177,8 @@ def reach(order: Mapping[Node, int], source: Node) -> list[Node]:
         _, node = heapq.heappop(queue)  # in graph order: what it reads was seen
         if not is_pointwise(node) and node.target not in CROSSED and not is_part(node):
             continue
-        if all(arg is source or arg in found or _stood_before(order, arg, source) for arg in node.all_input_nodes):
+        known = (arg is source or arg in found or _stood_before(order, arg, source) for arg in node.all_input_nodes)
+        if all(one or may_read(arg) for one, arg in zip(known, node.all_input_nodes, strict=True)):
             found[node] = None
             for user in node.users:
                 if user not in seen and user in order:

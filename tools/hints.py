@@ -31,6 +31,8 @@ HINTS = {
     "keeps the strides that views of its result rely on": "write into the cache as it lies in memory",
     "is not returned as a value of its own": "return nothing: the caller has the cache already",
     "the row is divided by its own root mean square": "take the mean of squares of the very row that is divided",
+    "bytes of the row have scales of its own, one for each group or for all of it":
+        "divide by its largest / 448 in fp32, or the power of two above, of the row or of 16 to 128 channels",
     "only the row when normed, turned or quantised is read outside": "read the result; recompute what is on the way",
     "the row is the sum of values by the softmax of gates over the group": "weigh values with the softmax as it is",
     "gates and values are pooled in fp32": "round the pooled row, nothing before it",

@@ -34,6 +34,20 @@ def test_it_gives_the_bits_of_the_model(kind: str, seed: int, spread: int) -> No
     x[0, 1::2] = x[0, 0] = 6.0  # ties and ends of the grid
     floor = 1e-3  # what is done to groups of zeros is the body's affair
     x = torch.where(x.unflatten(1, (-1, 16)).abs().amax(-1, keepdim=True).expand(7, 8, 16).flatten(1) < floor, 1.0, x)
-    assert torch.equal(Format(kind, record.group, False).apply(x), rounded(x))
-    assert torch.equal(Format(kind, record.group, True).apply(x), record.encode(x))
-    assert Format(kind, record.group, True).bytes(128) == record.size(128)
+    assert torch.equal(Format(kind, record.group, "rounded").apply(x), rounded(x))
+    assert torch.equal(Format(kind, record.group, "record").apply(x), record.encode(x))
+    assert Format(kind, record.group, "record").bytes(128) == record.size(128)
+    for form, part in zip(("values", "scales"), record.quantize(x), strict=True):
+        assert Format(kind, record.group, form).gives(x, part)
+
+
+@given(seed=st.integers(0, 2**32), group=st.sampled_from([32, 128]))
+def test_quotients_by_fp32_scales_are_known_in_any_spelling(seed: int, group: int) -> None:
+    g = torch.randn(7, 128 // group, group, generator=torch.Generator().manual_seed(seed))
+    largest, x = g.abs().amax(-1, keepdim=True), g.flatten(1)
+    values, scales = (Format("fp8_fp32", group, form) for form in ("values", "scales"))
+    for scale, quotient in ((largest / 448, g / (largest / 448)), (largest * (1 / 448), g * (448 / largest))):
+        found = quotient.clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert scales.gives(x, scale) and values.gives(x, found) and values.gives(x, found.view(torch.uint8))
+    assert not scales.gives(x, largest / 448 * 1.0001) and not scales.gives(x, (largest / 448).log2().ceil().exp2())
+    assert not values.gives(x, (g / largest * 440).to(torch.float8_e4m3fn))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from tests.invariants import apply, check_fired_share, check_pass, copy_program
 from tests.strategies.norms import FLAWS, FORMATS, ROPES, ROTARY, Row, flawed, legal, together, trace_as_is
@@ -23,19 +23,19 @@ from v41.model_def.rope import Turn, rotate
 from v41.passes import norms, number_formats, row_tails
 from v41.passes import outline_norm_quantise as module
 from v41.passes.canonicalize import canonicalize
+from v41.passes.number_formats import Format
 from v41.passes.outline_norm_quantise import KIND, RULES, outline_norm_quantise
 from v41.regions import region_of, regions
 from v41.report import Decision
 
 FEWER = settings(max_examples=settings.default.max_examples // 6, phases=[Phase.generate])  # each is three norms
 ALL = (  # every rope and every format once
-    Row(rope="the model's", format="fp8 record"),
+    Row(rope="the model's", format="fp8 apart", also="normed"),
     Row("power", "sum over width", "reciprocal", "none", "backwards", "fp4 record", "normed", 512, 1e-6),
     Row("product", "mean, axis put back", "sqrt", "behind a rounding", "strided", "mxfp4 record by sums", "turned"),
     Row(division="rsqrt first", rope="halves", format="fp8 by logarithm", also="normed", width=32),
 )
 REST = tuple(Row(format=name) for name in FORMATS if name not in {row.format for row in ALL})
-GROUP = {"fp8": 32, "fp4": 16, "mxfp4": 32}
 
 
 @cache
@@ -65,11 +65,14 @@ def check(decision: Decision, row: Row) -> bool:
         pairs = (row.width, "halves") if row.rope == "halves" else (ROTARY, "adjacent")
         assert attrs["rope"] == (*pairs, where)
     if row.format in FORMATS:
-        (name, *record) = FORMATS[row.format][0].split("_")
-        assert attrs["format"]["group"] == GROUP[name] and (attrs["format"]["bytes"] is None) is not bool(record)
+        name, _, group = FORMATS[row.format]
+        assert attrs["format"]["group"] == (group or row.width)
+        assert (attrs["format"]["bytes"] is not None) is name.endswith("_record")
     ends = [name for name, also in (("normed", row.also == "normed"), ("turned", row.also == "turned")) if also]
     last = "quantised" if row.format in FORMATS else "turned" if row.rope is not None else "normed"
-    assert set(attrs["outputs"]) == {*(end if row.rope or end == "normed" else "normed" for end in ends), last}
+    scales = {"scales"} if row.then and row.then[-1].endswith("_apart") else set()
+    found = {end if row.rope or end == "normed" else "normed" for end in ends}
+    assert sorted(attrs["outputs"]) == sorted(found | {last} | scales)
     tables = {"cos", "sin"} if row.rope is not None else set()
     assert set(attrs["operands"]) == {"input", *["weight"] * (row.weight != "none"), *tables}
     return True
@@ -142,25 +145,42 @@ def test_other_norms_are_no_sites() -> None:
 
 
 ONE = Row(rope="the model's", format="fp8")
-WRONG: dict[str, tuple[Any, str, Any]] = {  # bugs that keep every value: what a region says of itself is wrong
-    "any format is the first": (row_tails, "read_format", lambda nodes, a, b: number_formats.formats_of(a, b)[0]),
-    "no turn is looked for": (row_tails, "rotation_from", lambda order, source, width: None),
-    "the walk ends early": (row_tails, "REACH", 12),
-    "a norm ends with its product": (norms, "end_of_norm", lambda node, is_weight: (node, None)),
-    "all that is read is the row": (module, "role_of", lambda arg, roles: "input"),
+APART = Row(format="fp32 scales")
+UNROUNDED = Row(flaw="scales before they are rounded")
+
+
+def first(nodes: list[Node], source: Node, result: Node, forms: Collection[str]) -> Format | None:
+    return number_formats.formats_of(source, result, forms)[0]
+
+
+def any_scales(nodes: list[Node], source: Node, result: Node, forms: Collection[str]) -> Format | None:
+    if "scales" in forms:
+        return Format("fp8", 64, "scales")
+    return number_formats.read_format(nodes, source, result, forms)
+
+
+WRONG: dict[str, tuple[Row, Any, str, Any]] = {  # bugs that keep every value: what a region says of itself is wrong
+    "any format is the first": (ONE, row_tails, "read_format", first),
+    "any scales are those of the values": (UNROUNDED, row_tails, "read_format", any_scales),
+    "scales are no result": (APART, row_tails.Tail, "scales", ()),
+    "no turn is looked for": (ONE, row_tails, "rotation_from", lambda order, source, width: None),
+    "the walk ends early": (ONE, row_tails, "REACH", 12),
+    "a norm ends with its product": (ONE, norms, "end_of_norm", lambda node, is_weight: (node, None)),
+    "all that is read is the row": (ONE, module, "role_of", lambda arg, roles: "input"),
 }
 
 
 @pytest.mark.parametrize("bug", WRONG)
 def test_a_wrong_pass_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*WRONG[bug])
-    (decision,) = apply(outline_norm_quantise, prepared(ONE))
+    row, *planted = WRONG[bug]
+    monkeypatch.setattr(*planted)
+    (decision,) = apply(outline_norm_quantise, prepared(row))
     with pytest.raises(AssertionError):
-        check(decision, ONE)
+        check(decision, row)
 
 
 def test_what_the_bugs_are_planted_in_is_found() -> None:
-    assert check_all([ONE]) == [True]
+    assert check_all([ONE, APART, UNROUNDED]) == [True, True, False]
 
 
 def gated(x: Tensor, gate: Tensor, w: Tensor) -> list[Tensor]:

@@ -69,15 +69,43 @@ def _by_sums(x: Tensor) -> Tensor:
     return torch.cat([(low + 16 * high).to(torch.uint8), byte], dim=1)
 
 
-FORMATS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {  # spelling -> the name of the format, the function
-    "fp8": ("fp8", fake_quant_fp8),
-    "fp8 by logarithm": ("fp8", _by_logarithm),
-    "fp4": ("fp4", fake_quant_fp4),
-    "mxfp4": ("mxfp4", fake_quant_mxfp4),
-    "fp8 record": ("fp8_record", FP8_RECORD.encode),
-    "fp4 record": ("fp4_record", FP4_RECORD.encode),
-    "mxfp4 record": ("mxfp4_record", MXFP4_RECORD.encode),
-    "mxfp4 record by sums": ("mxfp4_record", _by_sums),
+def _by_exponents(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups of fp8 apart, scales in e8m0, values as bytes that lie in groups."""
+    g = grouped(x, GROUP)
+    scale = (g.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448).log2().ceil().exp2()
+    values = (g * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values.view(torch.uint8), scale.to(torch.float8_e8m0fnu)
+
+
+def _by_quotients(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups under fp32 scales, which come first."""
+    g = grouped(x, GROUP)
+    scale = g.abs().amax(-1) / 448
+    return scale, (g / scale[..., None]).flatten(1).to(torch.float8_e4m3fn)
+
+
+def _by_row(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows under an fp32 scale each, by products."""
+    scale = x.abs().amax(1, keepdim=True).float().clamp(min=1e-6) * (1 / 448)
+    return (x.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+Made = Tensor | tuple[Tensor, Tensor]
+FORMATS: dict[str, tuple[str, Callable[[Tensor], Made], int | None]] = {  # spelling -> format, how, group or the row
+    "fp8": ("fp8", fake_quant_fp8, 32),
+    "fp8 by logarithm": ("fp8", _by_logarithm, 32),
+    "fp4": ("fp4", fake_quant_fp4, 16),
+    "mxfp4": ("mxfp4", fake_quant_mxfp4, 32),
+    "fp8 record": ("fp8_record", FP8_RECORD.encode, 32),
+    "fp4 record": ("fp4_record", FP4_RECORD.encode, 16),
+    "mxfp4 record": ("mxfp4_record", MXFP4_RECORD.encode, 32),
+    "mxfp4 record by sums": ("mxfp4_record", _by_sums, 32),
+    "fp8 apart": ("fp8_apart", quantize_fp8, 32),
+    "fp8 apart by logarithm": ("fp8_apart", _by_exponents, 32),
+    "fp4 apart": ("fp4_apart", quantize_fp4, 16),
+    "mxfp4 apart": ("mxfp4_apart", quantize_mxfp4, 32),
+    "fp32 scales": ("fp8_fp32_apart", _by_quotients, 32),
+    "an fp32 scale": ("fp8_fp32_apart", _by_row, None),
 }
 
 
@@ -93,14 +121,54 @@ NEARLY: dict[str, Callable[[Tensor], Tensor]] = {  # no format: it stays outside
     "a scale of its own": lambda x: fake_quant_fp8(x * 3) / 3,
     "a smaller range": lambda x: x.clamp(-1, 1),
     "nothing rounded": lambda x: (x.float() * 2).to(x.dtype),
+    "one number for a scale": lambda x: (x.float() * 0.25).clamp(-448, 448).to(torch.float8_e4m3fn),
 }
+
+
+def _scaled_by(scale: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What x is divided by, and the values in fp8."""
+    return scale, (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax(-1, keepdim=True) / 448
+
+
 OWN = "the row is divided by its own root mean square"
 READ = "only the row when normed, turned or quantised is read outside"
+SCALES = "bytes of the row have scales of its own, one for each group or for all of it"
 FLAWS = {  # what is wrong -> the rule it breaks
     "the RMS of another row": OWN,
+    "scales of another row": SCALES,
+    "scales in bf16": SCALES,
+    "a scale for all rows": SCALES,
     "the RMS is returned": READ,
+    "quotients are returned": READ,
+    "scales before they are rounded": READ,
     "scales are returned": READ,
     "a draw in between": "nothing is written in between, and no effect reads it there",
+}
+
+
+def _and_quotients(x: Tensor) -> tuple[Tensor, ...]:
+    scale = _largest(x.float())
+    quotients = x.float() / scale
+    return quotients, quotients.to(torch.float8_e4m3fn), scale
+
+
+def _and_unrounded(x: Tensor) -> tuple[Tensor, ...]:
+    """The scales before they are powers of two are returned."""
+    scale = _largest(x.float())
+    return scale, *_scaled_by(scale.log2().ceil().exp2(), x)
+
+
+SPOILT: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {  # flaws of what is done to x, beside another row
+    "scales of another row": lambda x, other: _scaled_by(_largest(other.float()), x),
+    "scales in bf16": lambda x, other: _scaled_by(_largest(x), x),
+    "a scale for all rows": lambda x, other: _scaled_by(x.float().abs().amax() / 448, x),
+    "quotients are returned": lambda x, other: _and_quotients(x),
+    "scales before they are rounded": lambda x, other: _and_unrounded(x),
+    "scales are returned": lambda x, other: (dequantize_fp8(*(made := quantize_fp8(x))), made[1]),
 }
 
 
@@ -141,15 +209,15 @@ class Row:
         normed = self.weigh(scaled, w, x.dtype)
         out = [mean] if self.flaw == "the RMS is returned" else []
         turned = normed if self.rope is None else ROPES[self.rope](normed, cos, sin)
-        if self.flaw == "scales are returned":
-            values, scale = quantize_fp8(turned)
-            return [dequantize_fp8(values, scale), scale]
+        if self.flaw in SPOILT:
+            return [*SPOILT[self.flaw](turned, other)]
         if self.flaw == "a draw in between":
             out.append(drawn_like(normed))
-        made = {**NEARLY, **{name: made for name, (_, made) in FORMATS.items()}}
+        made = {**NEARLY, **{name: made for name, (_, made, _) in FORMATS.items()}}
         result = turned if self.format is None else made[self.format](turned)
+        results = result if isinstance(result, tuple) else (result,)
         out += [normed @ matrix] * (self.also == "normed") + [turned @ matrix] * (self.also == "turned")
-        return [*out, result if self.format else result @ matrix]
+        return [*out, *(results if self.format else [turned @ matrix])]
 
     def weigh(self, scaled: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
         if self.weight == "behind a rounding":

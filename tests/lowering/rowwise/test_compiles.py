@@ -23,7 +23,7 @@ from v41.tools.bench.rowwise_cases import CASES
 
 POINTER = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
-    torch.uint8: "*u8", torch.bool: "*i1",
+    torch.uint8: "*u8", torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 QUICK = ("norm_rope_fp8", "router", "stream_gate")  # rows alone, a product in front, parts of a row
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
