@@ -70,11 +70,11 @@ def _by_sums(x: Tensor) -> Tensor:
 
 
 def _by_exponents(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups of fp8 apart, scales in e8m0, values as bytes that lie in groups."""
+    """Groups of fp8 apart, values and scales in e8m0 viewed as bytes, which lie in groups."""
     g = grouped(x, GROUP)
     scale = (g.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448).log2().ceil().exp2()
     values = (g * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return values.view(torch.uint8), scale.to(torch.float8_e8m0fnu)
+    return values.view(torch.uint8), scale.to(torch.float8_e8m0fnu).view(torch.uint8)
 
 
 def _by_quotients(x: Tensor) -> tuple[Tensor, Tensor]:
