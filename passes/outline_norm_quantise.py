@@ -8,14 +8,15 @@ Site: a value divided by the root mean square of all that its row has, outside o
 itself is none, and V4.1 has none. What follows is read by running it on numbers (row_tails.py): a turn by RoPE, then a
 rounding to groups of fp8 or fp4, either or neither; as a record, or as values and scales, outputs=("quantised",
 "scales"). The rest stays outside, so a product with a weight, a gather of rows or a write of a cache never comes in.
-Legal when all RULES hold. Exact because outlining moves nodes and rewrites none; convex, as what a tail reads beside
-its row stood before that. A norm in a subgraph that layers share is outlined there, once. Needs canonicalize; comes
-after the passes whose regions hold norms of their own (outline_mhc, outline_compressor).
+Legal when all RULES hold; a norm is a region also where bytes of its row, refused by themselves, stay outside. Exact
+because outlining moves nodes and rewrites none; convex, as what a tail reads beside its row stood before that. A norm
+in a subgraph that layers share is outlined there, once. Needs canonicalize; comes after the passes whose regions hold
+norms of their own (outline_mhc, outline_compressor).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,7 +29,7 @@ from v41.passes.scalings import Scaling, find_scalings
 from v41.passes.sites import STAYS, Rule, is_read_inside, outline_in_programs
 from v41.report import Decision
 
-KIND = "norm_quantise"
+KIND, STRAY = "norm_quantise", "stray"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,18 @@ class Site:
         return self.norm.closed(self.norm.nodes)
 
 
+@dataclass(frozen=True)
+class Stray:
+    """Bytes of a row that stay outside of its norm's region."""
+
+    anchor: Node
+    kind = STRAY
+
+    @property
+    def members(self) -> list[Node]:
+        return [self.anchor]
+
+
 # ---- what must hold: each predicate returns the node at fault
 
 
@@ -61,36 +74,39 @@ def scales_another_row(site: Site) -> Node | None:
     return site.scaling.result if site.norm is None else None
 
 
-def is_scaled_otherwise(site: Site) -> Node | None:
-    assert site.norm is not None  # the rule above
-    return site.norm.tail.astray
-
-
-RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
-    ("the row is divided by its own root mean square", scales_another_row),
-    ("bytes of the row have scales of its own, one for each group or for all of it", is_scaled_otherwise),
-    (
-        "only the row when normed, turned or quantised is read outside",
-        lambda site: is_read_inside(site.members, site.norm.exits),  # type: ignore[union-attr]
+RULES: dict[str, tuple[Rule[Any], ...]] = {  # in order: each may rely on those above
+    KIND: (
+        ("the row is divided by its own root mean square", scales_another_row),
+        (
+            "only the row when normed, turned or quantised is read outside",
+            lambda site: is_read_inside(site.members, site.norm.exits),
+        ),
+        STAYS,
     ),
-    STAYS,
-)
+    STRAY: (
+        ("bytes of the row have scales of its own, one for each group or for all of it", lambda stray: stray.anchor),
+    ),
+}
 
 
 def outline_norm_quantise(gm: GraphModule) -> list[Decision]:
-    """Outlines every legal norm of `gm`, and of the subgraphs the model asked for, in place. One decision a site."""
-    return outline_in_programs(gm, find_sites, lambda site: RULES, attributes)
+    """Outlines every legal norm of `gm`, and of the subgraphs the model asked for, in place. One decision a site, and
+    one for bytes of a norm's row that stay outside."""
+    return outline_in_programs(gm, find_sites, lambda site: RULES[site.kind], attributes)
 
 
-def find_sites(gm: GraphModule) -> list[Site]:
-    """Values divided by a root mean square, in graph order."""
+def find_sites(gm: GraphModule) -> Iterator[Site | Stray]:
+    """Values divided by a root mean square, in graph order, each in front of what is a stray of it."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    return [Site(order, scaling) for node in order for scaling in find_scalings(node)]
+    for site in (Site(order, scaling) for node in order for scaling in find_scalings(node)):
+        yield site
+        if site.norm is not None and (astray := site.norm.tail.astray) is not None:
+            yield Stray(astray)
 
 
-def attributes(site: Site) -> dict[str, Any]:
+def attributes(site: Site | Stray) -> dict[str, Any]:
     """What the region says of itself, read from the graph."""
-    assert site.norm is not None
+    assert isinstance(site, Site) and site.norm is not None
     roles = dict.fromkeys(unviewed(site.norm.row), "input") | site.norm.roles
     read, returned = interface(site.members)
     return {
