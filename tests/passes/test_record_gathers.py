@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ CACHE, RECORDS = (torch.zeros(*sizes, 17, dtype=torch.uint8) for sizes in ((S, E
 SLOTS, PICKS, SEEN = torch.arange(T) % S, torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K, dtype=torch.bool)
 
 
-def read(fn: Callable[..., Tensor], *, picked: bool = True, shows_hidden: bool = False) -> Gather | None:
-    """What makes the result of `fn`, which takes a cache, slots, picks, records of the step and what is of it."""
-    gm = trace_as_is(fn, [CACHE, SLOTS, PICKS, RECORDS, SEEN])
+def read(
+    fn: Callable[..., Any], *, picked: bool = True, shows_hidden: bool = False, picks_as: torch.dtype = torch.int64
+) -> Gather | None:
+    """What makes the first result of `fn`, which takes a cache, slots, picks, records of the step and what is of it."""
+    gm = trace_as_is(fn, [CACHE, SLOTS, PICKS.to(picks_as), RECORDS, SEEN])
     apply(canonicalize, gm)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    picks, (records,) = gm.graph.find_nodes(op="placeholder")[2], gm.graph.output_node().all_input_nodes
+    picks, (records, *_) = gm.graph.find_nodes(op="placeholder")[2], gm.graph.output_node().all_input_nodes
     return gather_of(order, records, "picked", picks if picked else None, shows_hidden=shows_hidden)
 
 
@@ -51,6 +54,23 @@ def test_a_hidden_key_that_shows_lies_where_the_picks_say() -> None:
 def test_without_picks_places_are_an_operand() -> None:
     found = read(lambda cache, slots, picks, *_: cache[slots[:, None], picks.clamp(min=0)], picked=False)
     assert roles(found) == ["picked", "picked_places", "slots"]
+
+
+def test_picks_may_come_in_a_narrower_type() -> None:
+    found = read(
+        lambda cache, slots, picks, *_: cache[slots[:, None], picks.clamp(min=0).long()], picks_as=torch.int32
+    )
+    assert roles(found) == ["picked", "picks", "slots"]
+    narrowed = read(lambda cache, slots, picks, *_: cache[slots[:, None], picks.clamp(min=0).int()])
+    assert roles(narrowed) == ["picked", "picked_places", "slots"]
+
+
+def test_places_on_whose_way_others_read_are_an_operand() -> None:
+    def run(cache: Tensor, slots: Tensor, picks: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        low = picks.clamp(min=0)
+        return cache[slots[:, None], torch.where(picks < 0, 0, low)], low
+
+    assert roles(read(run)) == ["picked", "picked_places", "slots"]
 
 
 def test_records_of_the_step_are_chosen_by_a_bool_a_key() -> None:
