@@ -42,6 +42,7 @@ def test_places_are_picks_where_they_are_these_wherever_it_matters(places: str, 
     assert gather is not None and gather.source == "slots"
     assert roles(gather) == ["picked", "picked_places" if places in NO_PICKS else "picks", "slots"]
     assert gather.nodes[-1].target is torch.ops.aten.index.Tensor
+    assert {gather.of(role): role for role in roles(gather)} == gather.operands and gather.of("rows") is None
 
 
 def test_a_hidden_key_that_shows_lies_where_the_picks_say() -> None:
