@@ -50,4 +50,6 @@ EQUIVALENT: dict[str, str] = {
     "passes/open_shared.py _holds: id(body) not in known  ->  True": "a body is looked into again, and holds the same",
     "passes/take_in_gathers.py Site.written_over: self.order[node] < self.order[self.call]  ->  self.order[node] <="
     " self.order[self.call]": "the region itself is found only where it reads what is found, which is refused",
+    "passes/mhc_predictions.py _with_rows_taken: user.target is aten.index.Tensor and user.args[0] is value  ->"
+    "  user.target is aten.index.Tensor": "what is predicted are floats, which index nothing",
 }

@@ -62,3 +62,10 @@ def test_another_count_is_no_mean() -> None:
         return x * sum_of(x, [-1]).rsqrt(), x * ((x * x).sum(-1, keepdim=True) * (1 / 64) + EPS).rsqrt()
 
     assert scalings(trace(scaled, torch.rand(5, 32))) == []
+
+
+def test_a_mean_of_what_is_no_square_scales_nothing() -> None:
+    def scaled(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [x * (each.mean(-1, keepdim=True) + EPS).rsqrt() for each in (x + x, x * y, x.abs())]
+
+    assert scalings(trace(scaled, torch.rand(5, 64), torch.rand(5, 64))) == []
