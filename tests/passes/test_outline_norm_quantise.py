@@ -14,7 +14,19 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from tests.invariants import apply, check_fired_share, check_pass, copy_program
-from tests.strategies.norms import FLAWS, FORMATS, ROPES, ROTARY, SCALES, Row, flawed, legal, together, trace_as_is
+from tests.strategies.norms import (
+    FLAWS,
+    FORMATS,
+    NEARLY,
+    ROPES,
+    ROTARY,
+    SCALES,
+    Row,
+    flawed,
+    legal,
+    together,
+    trace_as_is,
+)
 from tests.strategies.tracing import trace
 from v41.model_def.attention import Attention
 from v41.model_def.config import V41Config
@@ -103,6 +115,10 @@ def test_every_rope_and_format_is_found() -> None:
     rows = (*ALL, *REST)
     assert {row.rope for row in rows} == {None, *ROPES} and {row.format for row in rows} == set(FORMATS)
     assert all(check_all(ALL[:1], symbolic=True)) and all(check_all([*ALL[1:], *REST]))
+
+
+def test_what_is_no_format_stays_outside_and_nothing_is_said_of_it() -> None:
+    assert all(check_all([Row(format=name) for name in NEARLY]))
 
 
 def test_legal_norms_fire_and_flawed_ones_do_not() -> None:
