@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from v41.passes.analysis.plan_facts import PlanFacts
 from v41.passes.analysis.times import Machine, Times
@@ -81,6 +81,11 @@ class Site:
     def beside(self) -> Sequence[Piece]:
         """What runs while it may."""
         return self.plan.pieces[self.cone.ready + 1 : self.cone.reader]
+
+    @property
+    def parts(self) -> Sequence[Piece]:
+        """Whose times say what it spares: the cone's piece, the whole, and what is left of that."""
+        return [self.side, self.cone.piece, *([self.rest] if self.rest else [])]
 
     @cached_property
     def key(self) -> str:
@@ -141,15 +146,19 @@ def assign_streams(
     measure: Measure | None = None,
     gained: Gained | None = None,
     machine: Machine | None = None,
+    expect: Callable[[Sequence[GraphModule]], None] = lambda bodies: None,
 ) -> tuple[Plan, list[Decision]]:
     """`plan` with its legal cones on side streams, and a decision for each cone. No cone, and it is `plan` itself.
 
-    rungs: numbers of rows that a captured step may have. machine: the GPU to predict for. The plan that comes out says
-    at which of them it pays; one for rungs where other cones pay is its `overlapped`, and so on.
+    rungs: numbers of rows that a captured step may have. machine: the GPU to predict for. expect: hears first of which
+    bodies `measure` will be asked, so that they can be made ready together. The plan that comes out says at which of
+    the rungs it pays; one for rungs where other cones pay is its `overlapped`, and so on.
     """
     times = Times(plan.sizes, machine)
-    legal, decisions = list[Site](), list[Decision]()
-    for site in sites_of(plan):
+    legal, decisions, sites = list[Site](), list[Decision](), sites_of(plan)
+    if measure is not None:
+        expect([piece.body for site in sites for piece in [*site.parts, *site.beside]])
+    for site in sites:
         _time(site, rungs, times, measure, gained)
         broken = next(((rule, node) for rule, find in RULES if (node := find(site)) is not None), None)
         decisions.append(_decision(site, broken))
@@ -189,7 +198,7 @@ def _time(site: Site, rungs: Sequence[int], times: Times, measure: Measure | Non
         crowded = 2 * rows > times.machine.multiprocessors
         spared = of_piece.us(rows) - of_rest.us(rows) - times.machine.join_us
         site.predicted[rows] = spared - crowded * site.own[rows]
-        if measured := _measured([site.side, cone.piece, *([site.rest] if site.rest else [])], rows, measure):
+        if measured := _measured(site.parts, rows, measure):
             site.own[rows], before, *after = measured
             site.alone[rows] = before - sum(after) - times.machine.join_us - crowded * site.own[rows]
         if gained is not None and (us := gained(site.key, rows)) is not None:

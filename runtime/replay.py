@@ -14,7 +14,7 @@ copied from.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock, get_ident
@@ -73,7 +73,9 @@ class Turn:
 
 class Replayer:
     """The boxed function that runs a plan, captured where it can be. One call at a time; one within another (by a
-    dispatch mode, a finalizer) runs uncaptured, for the outer one has its inputs in the buffers."""
+    dispatch mode, a finalizer) runs uncaptured, for the outer one has its inputs in the buffers.
+
+    ahead: hears of the sizes, by symbol, of a step that is about to warm up, and compiles what it will launch."""
 
     _boxed_call = True
 
@@ -84,7 +86,9 @@ class Replayer:
         graphs: Graphs,
         log: Captures,
         lanes: LanesOf | None = None,
+        ahead: Callable[[Mapping[str, int]], None] = lambda sizes: None,
     ) -> None:
+        self.ahead = ahead
         self.plan, self.artifacts, self.graphs, self.log = plan, artifacts, graphs, log
         self.plain = executor(plan, artifacts)
         self.to_capture = executor(plan, artifacts, lanes)  # a step that becomes one graph: side streams branch off
@@ -132,6 +136,7 @@ class Replayer:
             return self._uncaptured(f"input {crooked} is not contiguous")
         reason = self.never or off_ladder(plan, sizes)
         if reason is None:
+            self.ahead(dict(zip(self.symbols, key, strict=True)))
             whole = self.wholes[key] = Whole(self, label(sizes))
             return whole
         on = tuple((size, sizes[size]) for size in self.of_segments if sizes.get(size) in plan.buckets[size])
@@ -142,6 +147,7 @@ class Replayer:
             if (size, value) not in self.rungs:
                 self.rungs[size, value] = Rung(self, size, value, self.pools[size])
         if on not in self.chains:
+            self.ahead(dict(zip(self.symbols, key, strict=True)))
             self.chains[on] = Chain(self, [self.rungs[each] for each in on])
         return self.chains[on]
 

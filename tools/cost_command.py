@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from v41.tools.formulas import evaluate
+from v41.formulas import evaluate
 from v41.tools.gpus import GPU, gpu_named
 from v41.tools.json_output import print_json
 from v41.tools.nodes import OTHERS, PRODUCTS, WorkFacts

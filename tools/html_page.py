@@ -14,10 +14,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from v41.formulas import evaluate
 from v41.report import PassRun
 from v41.tools.diff_command import lines
 from v41.tools.drawing import MOST, drawing
-from v41.tools.formulas import evaluate
 from v41.tools.gpus import GPUS
 from v41.tools.graph_export import edges, unique
 from v41.tools.inspect import LayerView, role

@@ -22,17 +22,16 @@ from v41._compat import without_storage
 from v41.backend import kernel_of, kinds_cut_out
 from v41.errors import KernelDoesNotCompile, KernelsNotWritten
 from v41.gpu_facts import KNOWN
+from v41.lowering.ahead import like, steps_of
 from v41.lowering.cross_compile import Facts, Request, compile_for
 from v41.lowering.generated import GeneratedPiece
 from v41.lowering.gpu import as_on
 from v41.lowering.rowwise.launch import Kernel, kernel_directory
 from v41.lowering.templates.all_reduce import SummingKernel
-from v41.lowering.templates.index_scores import IndexKernel
 from v41.model_def.config import V41Config
 from v41.plan import Piece, Plan
 from v41.regions import region_of, regions
 from v41.tools import files
-from v41.tools.formulas import evaluate
 from v41.tools.pretended_ranks import group_of, shared_memory
 from v41.tools.steps import step_of_rows
 
@@ -128,29 +127,9 @@ def launches_of(kernel: Kernel, values: Sequence[object], sizes: Sizes) -> Itera
                 yield LaunchFacts(rows, arch, name, tuple(grid), types, dict(constants), dict(options), even)
 
 
-def steps_of(kernel: Kernel, given: Sequence[Any]) -> list[tuple[str, Sequence[int], Sequence[Any], Any, Any]]:
-    """Function, grid, arguments, constants and options of each launch."""
-    if isinstance(kernel, IndexKernel):
-        steps, _ = kernel.steps(given)
-        return [(step.kernel, step.grid, step.arguments, step.constants, step.options) for step in steps]
-    call = kernel.prepare(given)
-    if isinstance(kernel, SummingKernel):
-        launched: list[Any] = call.launches
-        return [(each.function, each.grid, each.arguments, each.constants, each.options) for each in launched]
-    return [(kernel.name, grid, call.arguments, constants, options) for grid, constants, options in call.steps()]
-
-
 def whole(number: int) -> str:
     """Triton's type of a number."""
     return "i32" if -(1 << 31) <= number < 1 << 31 else "i64"
-
-
-def like(value: object, symbols: Mapping[str, int]) -> object:
-    """A tensor of these sizes and strides, or a number."""
-    if not isinstance(value, Tensor):
-        return evaluate(str(value), symbols)
-    shape, strides = ([evaluate(str(n), symbols) for n in each] for each in (value.shape, value.stride()))
-    return torch.empty_strided(shape, strides, dtype=value.dtype)
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from v41.formulas import evaluate
 from v41.model_def.buckets import Buckets
 from v41.plan import Buffer, Plan
-from v41.tools.formulas import evaluate
 from v41.tools.json_output import print_json
 from v41.tools.pass_runs import console_of, told_by
 from v41.tools.run import Run

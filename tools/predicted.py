@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from v41._compat_trace import young_garbage_alone
+from v41.formulas import evaluate
 from v41.model_def.buckets import round_up
 from v41.overlap import RUNGS
 from v41.passes.analysis.times import Machine, Times
 from v41.passes.assign_streams import assign_streams
 from v41.plan import Plan
 from v41.report import Decision
-from v41.tools.formulas import evaluate
 
 
 @dataclass(frozen=True)

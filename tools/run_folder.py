@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from v41.errors import PlanBroken, PlanUnreadable, RunNotWritten, RunUnreadable
+from v41.formulas import evaluate, symbols_in
 from v41.model_def.config import V41Config
 from v41.model_def.errors import ModelError
 from v41.passes.check_plan import check_plan
@@ -28,7 +29,6 @@ from v41.regions import Region
 from v41.report import Change, CompileReport
 from v41.tools.expected import regions_values
 from v41.tools.files import check_writable, made_beside, put_folder, told
-from v41.tools.formulas import evaluate, symbols_in
 from v41.tools.inspect import LayerView, role
 from v41.tools.json_output import schema
 from v41.tools.kernels import KernelFacts, LaunchFacts

@@ -236,7 +236,10 @@ def run_of(
     report.options["capture"] = ("off" if graphs is None else "on", why)
     if graphs is not None:
         report.captures = Captures(pool_bytes=graphs.pool_bytes)
-        run: Run = Replayer(plan, artifacts, graphs, report.captures, lanes_of(device))
+        from v41.lowering.ahead import Ahead
+
+        ahead = Ahead(plan, artifacts, device)
+        run: Run = Replayer(plan, artifacts, graphs, report.captures, lanes_of(device), ahead)
     else:
         run = executor(plan, artifacts, lanes_of(device) if options.overlap == "on" else None)
     run = Checked(run, workspaces) if workspaces else run

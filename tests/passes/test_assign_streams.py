@@ -297,6 +297,19 @@ def test_a_site_is_off_at_the_rungs_where_it_costs() -> None:
     assert decision.times["predicted gain"].keys() == {1, 8}
 
 
+def test_bodies_to_be_measured_are_told_of_first() -> None:
+    asked, told = list[GraphModule](), list[GraphModule]()
+
+    def measure(body: GraphModule, rows: int) -> float:
+        assert told, "told before the first is measured"
+        asked.append(body)
+        return by_kind(body, rows)
+
+    assign_streams(planned(boundaries(Stack(2))), RUNGS, measure, expect=told.extend)
+    assert {*map(id, asked)} == {*map(id, told)} != set()
+    assign_streams(planned(boundaries(Stack(2))), RUNGS, expect=lambda bodies: pytest.fail("nothing is measured"))
+
+
 def test_what_nothing_measures_is_judged_by_prediction() -> None:
     _, plan = compiled(*LATE)
     made, (decision,) = assign_streams(plan, RUNGS, lambda body, rows: None)

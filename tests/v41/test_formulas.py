@@ -7,7 +7,7 @@ import sympy  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
-from v41.tools.formulas import evaluate, symbols_in
+from v41.formulas import evaluate, symbols_in
 
 A, B = (sympy.Symbol(name, integer=True, nonnegative=True) for name in ("u0", "u11"))
 LEAVES = st.one_of(st.sampled_from([A, B]), st.integers(1, 5000).map(sympy.Integer))

@@ -1,0 +1,90 @@
+"""What is compiled ahead is what launches ask Triton for; what is not known ahead is left to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from v41.lowering import ahead
+from v41.lowering.ahead import compile_ahead, like
+from v41.lowering.generated import GeneratedPiece
+from v41.lowering.rowwise import generate
+from v41.lowering.tuned import tuning
+from v41.tools.bench.rowwise_cases import cases
+
+CUDA = torch.device("cuda", 0)
+NORM = cases(20)["norm"]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What would be compiled."""
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(ahead, "_compile", found.append)
+    monkeypatch.setattr(ahead, "steps_of", lambda kernel, given: [("name", (1, 1), given, {"ROWS": 4}, {})])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    return found
+
+
+def norm(group: str | None = None) -> GeneratedPiece:
+    kernel: Any = generate(NORM.body(), "norm")
+    kernel._module = SimpleNamespace(name="function")
+    return GeneratedPiece(kernel, None, group)
+
+
+def test_launches_compile_nothing_more() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ask = [sys.executable, "-m", "tests.lowering.ahead_of_launches", "1", "16"]
+    done = subprocess.run(ask, env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name.rpartition("_")[0] or name for name in found["ahead"]} == {
+        "norm_rope_fp8", "norm", "attention", "scores", "select"
+    }  # fmt: skip
+    assert found["after"] == []
+
+
+def test_calls_that_ask_for_one_kernel_compile_it_once(compiled: list[Any]) -> None:
+    jobs = [(norm(), NORM.inputs(rows, "cpu"), {}) for rows in (3, 3)]
+    compile_ahead(jobs, CUDA)
+    ((function, _, arguments, named),) = compiled
+    assert (function, arguments, named) == ("function", [torch.bfloat16, torch.bfloat16], {"ROWS": 4})
+
+
+def test_numbers_that_triton_tells_apart_are_kernels_of_their_own(compiled: list[Any]) -> None:
+    compile_ahead([(norm(), [number], {}) for number in (1, 2, 3, 16, 32, 1 << 31)], CUDA)
+    assert [arguments for _, _, arguments, _ in compiled] == [[1], [2], [16], [1 << 31]]
+
+
+def test_sizes_are_those_of_the_step(compiled: list[Any]) -> None:
+    rows = ShapeEnv().create_unbacked_symint()
+    assert like(rows * 3 + 1, {str(rows): 5}) == 16
+    compile_ahead([(norm(), [rows], {str(rows): 7})], CUDA)
+    assert [arguments for _, _, arguments, _ in compiled] == [[7]]
+
+
+def test_what_is_not_known_is_left(compiled: list[Any]) -> None:
+    rows, given = ShapeEnv().create_unbacked_symint(), NORM.inputs(3, "cpu")
+    compile_ahead([(norm(), [rows], {}), (norm("a group"), given, {}), (print, given, {})], CUDA)
+    compile_ahead([(norm(), given, {})], torch.device("cpu"))
+    with tuning():
+        compile_ahead([(norm(), given, {})], CUDA)
+    assert compiled == []
+
+
+def test_what_fails_is_left_to_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(ahead, "steps_of", lambda kernel, given: [("name", (1, 1), given, {}, {})])
+    piece = norm()
+    piece.kernel._module = SimpleNamespace(name=SimpleNamespace(warmup=refuse))
+    compile_ahead([(piece, NORM.inputs(3, "cpu"), {})], CUDA)
