@@ -140,7 +140,7 @@ def build(
 
         def compiled(body: GraphModule, key: str) -> Artifact:
             if key not in artifacts:
-                artifacts[key] = artifact(body, ["side work"], order, report, ranges)
+                known[key] = artifacts[key] = known.get(key) or artifact(body, ["side work"], order, report, ranges)
             return artifacts[key]
 
         bucketed = in_buckets(plan, options.buckets or {})

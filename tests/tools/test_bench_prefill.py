@@ -13,6 +13,7 @@ from v41.model_def.batch import Chunk, build_batch
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
+from v41.tools.bench import prefill
 from v41.tools.bench.prefill import CONTENDERS, DECODING, Record, cases_of, holds, line, ratios, slower, switched
 from v41.tools.cli import main
 
@@ -57,6 +58,19 @@ def test_kept_rows_that_cost_time_are_named() -> None:
 )  # fmt: skip
 def test_a_record_holds_where_it_ran_and_is_eagers_where_that_has_one(facts: Record, fine: bool) -> None:
     assert holds(facts) is fine
+
+
+def test_eager_that_does_not_fit_leaves_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(prefill, "run", run)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("its programs are measured yet"))
+    model = V41ForCausalLM.random(V41Config.preset("tiny"))
+    (case, _), known = cases_of(model.config, [8], 64), dict[tuple[str, str], torch.Tensor | str]()
+    cache = Cache.zeros(model.config, 1, 40)
+    assert prefill.eager(model, case, cache, known, "off") == "eager does not fit into memory"
+    assert prefill.eager(model, case, cache, known, "off") == known["off", case.name]
 
 
 @pytest.mark.slow

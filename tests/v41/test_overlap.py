@@ -120,6 +120,18 @@ def test_a_captured_step_switches_streams_where_it_pays(calls: Calls, graphs: li
     assert not calls
 
 
+def test_programs_of_a_block_share_side_work(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, eager = list[Any](), backend.eager_artifact
+    monkeypatch.setattr(backend, "eager_artifact", lambda body: made.append(body) or eager(body))
+    with backend.shared_artifacts():
+        compiled(overlap="on", capture="off")
+        count = len(made)
+        torch.compiler.reset()
+        fast, weights, _ = compiled(overlap="on", capture="off")
+    assert len(made) == count > 0
+    check_bits(fast, weights, 5)
+
+
 def test_an_uncaptured_step_switches_streams_where_asked(calls: Calls) -> None:
     fast, weights, _ = compiled(overlap="on", capture="off")
     calls.clear()

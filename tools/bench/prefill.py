@@ -38,7 +38,7 @@ from v41.model_def.model import V41ForCausalLM
 from v41.report import CompileReport, collect
 from v41.tools.bench import timing
 from v41.tools.bench.models import config_of, device_of, facts_of, model_of
-from v41.tools.bench.program import clean_up
+from v41.tools.bench.program import clean_up, free
 from v41.tools.bench.program_cases import token_ids
 from v41.tools.tables import add, table
 
@@ -193,7 +193,7 @@ def eager(
             known[replay, case.name] = run(model, batches, cache)[: len(batches[-1].host.logits)].cpu()
         except torch.OutOfMemoryError:
             known[replay, case.name] = "eager does not fit into memory"
-            clean_up()
+            free()
     return known[replay, case.name]
 
 

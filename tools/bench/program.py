@@ -198,6 +198,11 @@ NAMED = ("us", "idle_us", "host_us", "ahead_us")
 def clean_up() -> None:
     """Gives back what a contender held."""
     torch.compiler.reset()
+    free()
+
+
+def free() -> None:
+    """Gives back what nothing holds any more; what is compiled stays."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
