@@ -11,6 +11,9 @@ same order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from v41.lowering.rowwise.expr import Expr
 
@@ -51,26 +54,38 @@ def roll(numbers: list[Expr], used_outside: set[Expr]) -> list[Expr | Loop]:
 def _runs(numbers: list[Expr], place: dict[Expr, int]) -> list[tuple[int, int, int]]:
     """(start, stop, period) of the maximal runs of at least LEAST equal steps."""
     found = []
-    ops = [expr.op for expr in numbers]
+    codes = _codes(numbers)
     for period in range(2, min(LONGEST, len(numbers) // LEAST) + 1):
-        i = 0
-        while i + period < len(numbers):
-            start = i
-            while i + period < len(numbers) and ops[i] == ops[i + period] and _same(numbers, place, i, period, start):
-                i += 1
-            steps = (i - start) // period + 1
-            if steps >= LEAST:
-                found.append((start, start + steps * period, period))
-            i = max(i, start + 1)
+        for i, stop in _alike(codes, period):
+            while i < stop:
+                start = i
+                while i < stop and _same(numbers, place, i, period, start):
+                    i += 1
+                steps = (i - start) // period + 1
+                if steps >= LEAST:
+                    found.append((start, start + steps * period, period))
+                i = max(i, start + 1)
     return found
 
 
+def _codes(numbers: list[Expr]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The same number for expressions that differ in their operands alone."""
+    known: dict[Any, int] = {}
+    told = [(expr.op, expr.dtype, expr.data, len(expr.args)) for expr in numbers]
+    return np.array([known.setdefault(each, len(known)) for each in told], np.int64)
+
+
+def _alike(codes: np.ndarray[Any, np.dtype[np.int64]], period: int) -> list[tuple[int, int]]:
+    """(first, stop) of the maximal stretches in which each code is the one `period` behind it, as long as LEAST steps
+    need. Most periods have none, and no operand is looked at."""
+    same = np.concatenate(([False], codes[:-period] == codes[period:], [False]))
+    edges = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2)
+    return [(int(a), int(b)) for a, b in edges if b - a >= (LEAST - 1) * period]
+
+
 def _same(numbers: list[Expr], place: dict[Expr, int], i: int, period: int, start: int) -> bool:
-    """Whether expression i + period does to its surroundings what expression i does."""
-    a, b = numbers[i], numbers[i + period]
-    if (a.dtype, a.data, len(a.args)) != (b.dtype, b.data, len(b.args)):
-        return False
-    for x, y in zip(a.args, b.args, strict=True):
+    """Whether expression i + period, of the same code, does to its surroundings what expression i does."""
+    for x, y in zip(numbers[i].args, numbers[i + period].args, strict=True):
         fixed = x is y and place.get(x, -1) < start
         moving = place.get(x, -1) >= max(start - period, 0) and place.get(y, -1) == place[x] + period
         if not fixed and not moving:
