@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from v41.backend import v41
 from v41.errors import StepNotCaptured
+from v41.lowering.ahead import Ahead
 from v41.model_def.batch import Batch, tensors_of
 from v41.model_def.cache import Cache
 from v41.passes.assign_streams import assign_streams
@@ -31,7 +32,7 @@ from v41.plan import Plan
 from v41.report import CompileReport, collect
 from v41.runtime.executor import Artifact, LanesOf, Run, eager_artifact, executor
 from v41.runtime.replay import WATCHER, Replayer, Seen
-from v41.runtime.static_inputs import dimensions
+from v41.runtime.static_inputs import dimensions, place_of
 from v41.tools.inspect import Captured
 
 Memory = tuple[int, tuple[int, ...], torch.dtype]
@@ -52,6 +53,12 @@ class PlannedStep:
     def on(self, plan: Plan, lanes: LanesOf | None = None) -> Run:
         """What runs `plan`, one of the step's, and no other that it holds."""
         return executor(self.alone(plan), self.artifacts, lanes)
+
+    def compile_ahead(self, plan: Plan, inputs: Sequence[Any]) -> None:
+        """Compiles what `plan`, one of the step's, launches for `inputs`, as far as nothing launched it before."""
+        places = {symbol: place_of(self.plan, symbol) for symbol in self.plan.sizes}
+        sizes = {symbol: inputs[i] if axis is None else inputs[i].shape[axis] for symbol, (i, axis) in places.items()}
+        Ahead(self.alone(plan), self.artifacts, self.device)(sizes)
 
     def sides_at(self, rows: int) -> Plan | None:
         """The plan with side streams that is used with so many rows; of those where none is, the first."""

@@ -21,6 +21,8 @@ from tests.strategies.plans import plan
 from v41.errors import BenchNeedsGPU, StepNotCaptured
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
+from v41.plan import Plan
+from v41.tools import planned_step
 from v41.tools.bench import overlap, overlap_stress
 from v41.tools.bench.overlap import copied, overview, run, sites_table, verdict
 from v41.tools.bench.overlap_stress import (
@@ -64,6 +66,19 @@ def test_a_step_takes_batches_of_any_size_and_any_cache() -> None:
             wanted = model(case.plain, case.cache)
             (found,) = step.on(step.plan)(step.fed(case.batch, twin))
         assert torch.equal(wanted, found[: len(wanted)]) and same(kept(case.cache), kept(twin))
+
+
+def test_kernels_of_a_step_are_compiled_ahead_for_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, cases, step, _ = dry()
+    asked = list[tuple[Plan, dict[str, int]]]()
+    monkeypatch.setattr(
+        planned_step, "Ahead", lambda plan, artifacts, device: lambda sizes: asked.append((plan, dict(sizes)))
+    )
+    for case in cases:
+        step.compile_ahead(step.plan.sides[0], step.fed(case.batch, case.cache))
+    assert [{step.plan.sizes[symbol]: size for symbol, size in sizes.items()}["rows"] for _, sizes in asked] == [4, 1]
+    assert all(sizes.keys() == step.plan.sizes.keys() for _, sizes in asked)
+    assert all(plan.pieces == step.plan.sides[0].pieces and not plan.sides for plan, _ in asked)
 
 
 def test_a_decode_loop_reads_its_own_tokens_and_gives_the_same_bits() -> None:

@@ -138,6 +138,8 @@ def measured(step: PlannedStep, case: Case) -> Record:
     if step.device.type == "cpu":
         one, in_order = (step.on(each) for each in (plan, made))
         return record | {"same_bits": same(one(list(inputs)), in_order(list(inputs)))}
+    for each in (plan, made):
+        step.compile_ahead(each, inputs)
     several = lanes_for(CudaLanes, step.device)
     ways = {
         "one": step.on(plan), "side": step.on(made, several), "yields": step.on(made, several),

@@ -188,6 +188,7 @@ def beside_one(step: PlannedStep, plan: Plan, case: Case, one: Replay) -> Record
 def captured(step: PlannedStep, plan: Plan, case: Case, lanes: LanesOf | None = None) -> Replay:
     """Replays a step of `plan` as one graph."""
     run, inputs = step.on(plan, lanes), step.fed(case.batch, case.cache)
+    step.compile_ahead(plan, inputs)
     graphs = CudaGraphs(step.device)
     graphs.warm_up(lambda: run(list(inputs)))
     graph, results = graphs.capture(lambda _: run(list(inputs)), ())
