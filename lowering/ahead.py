@@ -79,12 +79,14 @@ def compile_ahead(jobs: Iterable[Job], device: torch.device) -> None:
     wanted: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     with outside_of_tracing(), without_storage():
         for artifact, values, sizes in jobs:
-            for function, grid, arguments, named in _launches(artifact, values, sizes, device):
-                told = (id(function), *map(_told, arguments), *named.values())
-                wanted.setdefault(told, (function, grid, arguments, named))
+            with suppress(Exception):  # raised again where it is prepared to be launched
+                for function, grid, arguments, named in _launches(artifact, values, sizes, device):
+                    told = (id(function), *map(_told, arguments), *named.items())
+                    wanted.setdefault(told, (function, grid, arguments, named))
     if wanted:
         workers = min(len(wanted), len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+        pool = ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,))
+        with suppress(RuntimeError), pool:  # no more threads may start, as at the end of the process
             list(pool.map(_compile, wanted.values()))
 
 

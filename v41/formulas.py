@@ -2,8 +2,8 @@
 
     evaluate("5120*u0 + min(384, 6*u0)", {"u0": 16})    82016
 
-What sympy and torch print is what is read: + - * / // % **, min, max, floor and ceiling, in either's spelling. Texts
-come from files, hence no eval.
+What sympy and torch print is what is read: + - * / // % **, min, max, floor, ceiling and round, in either's spelling.
+Texts come from files, hence no eval.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     **{"min": min, "max": max, "Min": min, "Max": max, "Mod": operator.mod},
     **{"floor": math.floor, "ceil": math.ceil, "ceiling": math.ceil, "trunc": math.trunc},
     **{"FloorDiv": operator.floordiv, "CeilDiv": lambda a, b: -(-a // b), "PythonMod": operator.mod},
+    **{"IntTrueDiv": OPERATIONS[ast.Div], "FloatTrueDiv": OPERATIONS[ast.Div], "ToFloat": lambda a: a, "Abs": abs},
+    **{"FloorToInt": math.floor, "CeilToInt": math.ceil, "TruncToInt": math.trunc, "RoundToInt": round},
 }
 
 
@@ -51,7 +53,7 @@ def evaluate(text: str, symbols: Mapping[str, int]) -> int:
     """The number, rounded up. KeyError for a symbol without a value, ValueError for what is no formula."""
     try:
         return math.ceil(_value(_parsed(text), symbols))
-    except (TypeError, ZeroDivisionError) as error:
+    except (TypeError, ZeroDivisionError, RecursionError) as error:
         raise ValueError(f"no formula: {text[:60]!r}") from error
 
 
@@ -67,7 +69,7 @@ def symbols_in(text: str) -> frozenset[str]:
 def _parsed(text: str) -> ast.AST:
     try:
         return ast.parse(text, mode="eval").body
-    except SyntaxError as error:
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the parser says so of what is nested too deeply
         raise ValueError(f"no formula: {text[:60]!r}") from error
 
 

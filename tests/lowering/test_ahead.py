@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +78,25 @@ def test_what_is_not_known_is_left(compiled: list[Any]) -> None:
     compile_ahead([(norm(), given, {})], torch.device("cpu"))
     with tuning():
         compile_ahead([(norm(), given, {})], CUDA)
+    assert compiled == []
+
+
+def test_what_cannot_be_prepared_keeps_nothing_else(compiled: list[Any]) -> None:
+    """Its launch says why."""
+    rows = ShapeEnv().create_unbacked_symint()
+    odd, broken = math.ceil(rows * 0.75), norm()
+    broken.kernel._module = SimpleNamespace()
+    jobs = [(norm(), [odd], {str(rows): 7}), (broken, [rows], {str(rows): 7}), (norm(), [rows], {str(rows): 7})]
+    compile_ahead(jobs, CUDA)
+    assert [arguments for _, _, arguments, _ in compiled] == [[7]]
+
+
+def test_where_no_threads_may_start_launches_compile(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", refuse)
+    compile_ahead([(norm(), NORM.inputs(3, "cpu"), {})], CUDA)
     assert compiled == []
 
 

@@ -6,6 +6,7 @@ import pytest
 import sympy  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._sympy import functions
 
 from v41.formulas import evaluate, symbols_in
 
@@ -32,10 +33,19 @@ def test_what_torch_prints_is_read(text: str, worth: int) -> None:
     assert evaluate(text, {"u0": 3}) == worth
 
 
+@pytest.mark.parametrize("whole", ["CeilToInt", "FloorToInt", "TruncToInt", "RoundToInt"])
+def test_sizes_that_were_divided_are_read_as_torch_prints_them(whole: str) -> None:
+    made = getattr(functions, whole)
+    for formula in (made(functions.IntTrueDiv(A, 2)), made(functions.FloatTrueDiv(functions.ToFloat(A) - 9, 4))):
+        for rows in range(20):
+            assert evaluate(str(formula), {"u0": rows}) == formula.subs({A: rows})
+
+
+DEEP = ["(" * 999 + "1" + ")" * 999, "1" + "+1" * 20_000, "-" * 100_000 + "1"]
 NONE = ["open('x')", "u0.real", "[1]", "1 if u0 else 2", "u0 +", "'8'", "u0 / 0", "1.5", "9**9**9", "2**-1"]
 
 
-@pytest.mark.parametrize("text", NONE)
+@pytest.mark.parametrize("text", NONE + DEEP)
 def test_what_is_no_formula_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no formula"):
         evaluate(text, {"u0": 3})
