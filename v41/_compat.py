@@ -133,8 +133,8 @@ def _printed(expr: Any) -> str:
     return str(PythonPrinter().doprint(expr))
 
 
-def symbols_of(size: int | SymInt) -> frozenset[str]:
-    """Names of the symbols in a size."""
+def symbols_of(size: int | SymInt | SymFloat | SymBool) -> frozenset[str]:
+    """Names of the symbols in a size, or in another number or a bool that a trace knows by symbols."""
     return frozenset() if isinstance(size, int) else frozenset(str(symbol) for symbol in size.node.expr.free_symbols)
 
 

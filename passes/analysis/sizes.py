@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from torch import SymInt, Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import GraphModule, Node
 
 from v41._compat import shape_ids, symbols_of
@@ -25,14 +26,21 @@ class NodeSizes:
         self._of: dict[Node, dict[str, None]] = {}
 
     def made(self, node: Node) -> dict[str, None]:
-        """Those of its value."""
+        """Those of its value, also where it is a number that is no size, or a bool that follows from data."""
         if node not in self._of:
-            self._of[node] = symbols_in(node.meta.get("val"))
+            value: Any = node.meta.get("val")
+            told = isinstance(value, SymFloat) or (isinstance(value, SymBool) and _from_data(node))
+            self._of[node] = dict.fromkeys(sorted(symbols_of(value))) if told else symbols_in(value)
         return self._of[node]
 
     def worked_with(self, node: Node) -> dict[str, None]:
         """Those of its arguments and of its value."""
         return {symbol: None for each in (*node.all_input_nodes, node) for symbol in self.made(each)}
+
+
+def _from_data(node: Node) -> bool:
+    """Whether no piece can work it out from sizes for itself."""
+    return node.op == "placeholder" or any(isinstance(arg.meta.get("val"), Tensor) for arg in node.all_input_nodes)
 
 
 def size_names(gm: GraphModule, called: Mapping[str, str]) -> dict[str, str]:

@@ -185,7 +185,7 @@ def masked(x: Tensor, r: Tensor, cache: Tensor) -> Tensor:
 
 HOST = {  # -> the op, why, and whether each piece behind the checks can be captured
     "nonzero": (compress, "aten.nonzero makes the size u1 out of data", [True, False]),
-    "item": (number, "aten._local_scalar_dense hands a number to the host", [True, False, True]),
+    "item": (number, "aten._local_scalar_dense hands a number to the host", [True, False]),
     "a mask": (masked, "aten.index_put_ counts the rows of a mask", [True, False, True]),
 }
 

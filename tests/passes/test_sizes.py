@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule
@@ -35,6 +37,21 @@ def test_a_node_works_with_the_sizes_of_its_arguments_and_makes_its_own() -> Non
     assert sizes.made(product) is sizes.made(product)  # looked up once
     x, y = inputs_of(gm)
     assert [*sizes.made(x)] == names(a) and [*sizes.worked_with(y)] == names(b)
+
+
+def test_numbers_that_are_no_sizes_have_symbols_and_bools_that_follow_from_data() -> None:
+    with fakes() as new:
+        a, x = new.size(), new()
+        graph = Graph()
+        given, number, flag = (graph.placeholder(name) for name in ("x", "number", "flag"))
+        item = graph.call_function(torch.ops.aten._local_scalar_dense.default, (given,))
+        half, checked = (graph.call_function(each, (number, 2)) for each in (operator.truediv, operator.gt))
+        values = (x, a, a > 3, a > 4, a / 2, a > 2)
+        for node, value in zip((given, number, flag, item, half, checked), values, strict=True):
+            node.meta["val"] = value
+    sizes = NodeSizes()
+    assert all([*sizes.made(node)] == names(a) for node in (number, flag, item, half))
+    assert not sizes.made(checked), "who reads it can work it out from sizes"
 
 
 def program(made: Tensor, **inputs: Tensor | SymInt | None) -> GraphModule:

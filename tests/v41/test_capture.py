@@ -109,6 +109,39 @@ def leaves(kept: list[tuple[Any, Any]], side: int) -> list[Tensor]:
     return [tensor for pair in kept for tensor in torch.utils._pytree.tree_leaves(pair[side])]
 
 
+FROM_DATA: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor, Any], Tensor]]] = {
+    "a float": (lambda y: y.sum().item(), lambda x, number: torch.add(x, x, alpha=number)),
+    "one made of a float": (lambda y: y.sum().item() / 2 + 1, lambda x, number: x.clamp(max=number)),
+    "one made of an int": (lambda y: y.sum().int().item() / 2, lambda x, number: x * number),
+    "a bool": (lambda y: (y.sum() > 4).item(), lambda x, number: x * number),
+}
+
+
+@pytest.mark.parametrize("case", FROM_DATA)
+def test_what_works_with_numbers_made_of_data_is_not_captured(case: str) -> None:
+    """What lies beside it is."""
+    number, use = FROM_DATA[case]
+    weight = torch.linspace(-0.4, 0.4, WIDTH * WIDTH).view(WIDTH, WIDTH)
+
+    def much(x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = (x @ weight).sin() + x.cos()
+        return x
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return much(use(much(x), number(y)))
+
+    x, y = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH), torch.zeros(1)
+    mark_unbacked(x, 0, shape_id="rows")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), v41.collect() as reports:
+        compiled = torch.compile(step, backend="v41", fullgraph=True)
+        for total in range(1, 8):
+            y.fill_(total)
+            assert torch.equal(compiled(x, y), step(x, y))
+    log = reports[0].captures
+    assert len(reports) == 1 and log is not None and log.segment_replays > 0 and not log.errors
+
+
 def test_capture_off_runs_uncaptured(recorder: list[CpuGraphs]) -> None:
     plain = Step()
     with v41.collect() as reports:
