@@ -54,21 +54,23 @@ def like(value: object, symbols: Mapping[str, int], device: torch.device | None 
 
 
 class Ahead:
-    """What the pieces of `plan`, and of those with side streams, will launch. A plan from a cache of programs has no
-    bodies, and its kernels are on disk."""
+    """What a step of `plan` will launch: one that becomes one graph by the plan that is used for its rows, another by
+    `plan` itself. A plan from a cache of programs has no bodies, and its kernels are on disk."""
 
     def __init__(self, plan: Plan, artifacts: Mapping[str, Any], device: torch.device) -> None:
-        kept = {piece.key: piece.body for each in (plan, *plan.sides) for piece in each.pieces}
-        self.device = device
-        self.inputs = {
-            key: (artifacts[key], [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")])
-            for key, body in kept.items()
-            if not isinstance(body, NotKept)
-        }
+        self.plan, self.artifacts, self.device = plan, artifacts, device
 
-    def __call__(self, sizes: Mapping[str, int]) -> None:
-        """sizes: of the plan's symbols."""
-        compile_ahead([(artifact, values, sizes) for artifact, values in self.inputs.values()], self.device)
+    def __call__(self, sizes: Mapping[str, int], whole: bool) -> None:
+        """sizes: of the plan's symbols. whole: it becomes one graph."""
+        rows = next((sizes[symbol] for symbol, name in self.plan.sizes.items() if name == "rows"), None)
+        used = (each for each in self.plan.sides if whole and rows in each.pays_at)
+        bodies = {piece.key: piece.body for piece in next(used, self.plan).pieces}
+        jobs = [
+            (self.artifacts[key], [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")], sizes)
+            for key, body in bodies.items()
+            if not isinstance(body, NotKept)
+        ]
+        compile_ahead(jobs, self.device)
 
 
 def compile_ahead(jobs: Iterable[Job], device: torch.device) -> None:
@@ -80,8 +82,9 @@ def compile_ahead(jobs: Iterable[Job], device: torch.device) -> None:
     with outside_of_tracing(), without_storage():
         for artifact, values, sizes in jobs:
             with suppress(Exception):  # raised again where it is prepared to be launched
-                for function, grid, arguments, named in _launches(artifact, values, sizes, device):
-                    told = (id(function), *map(_told, arguments), *named.items())
+                for name, grid, arguments, named in _launches(artifact, values, sizes, device):
+                    function = getattr(artifact.kernel.module, name)
+                    told = (artifact.kernel.path, name, *map(_told, arguments), *named.items())
                     wanted.setdefault(told, (function, grid, arguments, named))
     if wanted:
         workers = min(len(wanted), len(os.sched_getaffinity(0)))
@@ -92,9 +95,9 @@ def compile_ahead(jobs: Iterable[Job], device: torch.device) -> None:
 
 def _launches(
     artifact: Any, values: Sequence[object], sizes: Mapping[str, int], device: torch.device
-) -> Iterator[tuple[Any, Sequence[int], list[Any], dict[str, Any]]]:
-    """Function, grid, arguments (of a tensor its dtype) and what is named, of each launch that is known now: not of
-    sizes beyond `sizes`, nor of sums over ranks, whose memory is bound later."""
+) -> Iterator[tuple[str, Sequence[int], list[Any], dict[str, Any]]]:
+    """Name, grid, arguments (of a tensor its dtype) and what is named, of each launch that is known now: not of sizes
+    beyond `sizes`, nor of sums over ranks, whose memory is bound later."""
     if not isinstance(artifact, GeneratedPiece) or artifact.group is not None:
         return
     try:
@@ -103,8 +106,7 @@ def _launches(
         return
     kernel = replace(artifact.kernel, _arrivals=Arrivals({}, {}))  # these counters have no memory
     for name, grid, arguments, constants, options in steps_of(kernel, given):
-        function = getattr(artifact.kernel.module, name)
-        yield function, grid, [a.dtype if isinstance(a, Tensor) else a for a in arguments], {**constants, **options}
+        yield name, grid, [a.dtype if isinstance(a, Tensor) else a for a in arguments], {**constants, **options}
 
 
 def _compile(one: tuple[Any, ...]) -> None:

@@ -75,7 +75,8 @@ class Replayer:
     """The boxed function that runs a plan, captured where it can be. One call at a time; one within another (by a
     dispatch mode, a finalizer) runs uncaptured, for the outer one has its inputs in the buffers.
 
-    ahead: hears of the sizes, by symbol, of a step that is about to warm up, and compiles what it will launch."""
+    ahead: hears of the sizes, by symbol, of a step that is about to warm up, and whether it becomes one graph, and
+    compiles what it will launch."""
 
     _boxed_call = True
 
@@ -86,7 +87,7 @@ class Replayer:
         graphs: Graphs,
         log: Captures,
         lanes: LanesOf | None = None,
-        ahead: Callable[[Mapping[str, int]], None] = lambda sizes: None,
+        ahead: Callable[[Mapping[str, int], bool], None] = lambda sizes, whole: None,
     ) -> None:
         self.ahead = ahead
         self.plan, self.artifacts, self.graphs, self.log = plan, artifacts, graphs, log
@@ -136,7 +137,7 @@ class Replayer:
             return self._uncaptured(f"input {crooked} is not contiguous")
         reason = self.never or off_ladder(plan, sizes)
         if reason is None:
-            self.ahead(dict(zip(self.symbols, key, strict=True)))
+            self.ahead(dict(zip(self.symbols, key, strict=True)), True)
             whole = self.wholes[key] = Whole(self, label(sizes))
             return whole
         on = tuple((size, sizes[size]) for size in self.of_segments if sizes.get(size) in plan.buckets[size])
@@ -147,7 +148,7 @@ class Replayer:
             if (size, value) not in self.rungs:
                 self.rungs[size, value] = Rung(self, size, value, self.pools[size])
         if on not in self.chains:
-            self.ahead(dict(zip(self.symbols, key, strict=True)))
+            self.ahead(dict(zip(self.symbols, key, strict=True)), False)
             self.chains[on] = Chain(self, [self.rungs[each] for each in on])
         return self.chains[on]
 

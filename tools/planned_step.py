@@ -58,7 +58,7 @@ class PlannedStep:
         """Compiles what `plan`, one of the step's, launches for `inputs`, as far as nothing launched it before."""
         places = {symbol: place_of(self.plan, symbol) for symbol in self.plan.sizes}
         sizes = {symbol: inputs[i] if axis is None else inputs[i].shape[axis] for symbol, (i, axis) in places.items()}
-        Ahead(self.alone(plan), self.artifacts, self.device)(sizes)
+        Ahead(self.alone(plan), self.artifacts, self.device)(sizes, whole=True)
 
     def sides_at(self, rows: int) -> Plan | None:
         """The plan with side streams that is used with so many rows; of those where none is, the first."""

@@ -31,7 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from v41.errors import KernelsNotWritten
 from v41.lowering.gpu import gpu_of
+from v41.lowering.kept import told
 from v41.lowering.rowwise.read import Tensor as Described
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, Schedule, fit, tried
 from v41.lowering.tuned import Tuned
@@ -77,13 +79,19 @@ class Kernel:
 
     @property
     def path(self) -> Path:
-        """The file that holds `source`, written if it is not there; Triton reads kernels from files."""
-        path = kernel_directory() / f"{self.name}_{hashlib.sha256(self.source.encode()).hexdigest()[:16]}.py"
-        if not path.exists() or path.read_text() != self.source:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-                file.write(self.source)
-            os.replace(file.name, path)
+        """The file that holds `source`, written if it is not there: Triton reads kernels from files. KernelsNotWritten
+        where none can be."""
+        try:
+            path = kernel_directory() / f"{self.name}_{hashlib.sha256(self.source.encode()).hexdigest()[:16]}.py"
+            if not path.exists() or path.read_text() != self.source:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+                    file.write(self.source)
+                os.replace(file.name, path)
+        except RuntimeError as error:
+            raise KernelsNotWritten("~/.cache/v41/kernels", problem=str(error)) from error  # a user without a home
+        except OSError as error:
+            raise KernelsNotWritten(kernel_directory(), problem=told(error)) from error
         return path
 
     @property

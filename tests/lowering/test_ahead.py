@@ -7,19 +7,23 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from tests.strategies.plans import piece
 from v41.lowering import ahead
-from v41.lowering.ahead import compile_ahead, like
+from v41.lowering.ahead import Ahead, compile_ahead, like
 from v41.lowering.generated import GeneratedPiece
 from v41.lowering.rowwise import generate
 from v41.lowering.tuned import tuning
+from v41.plan import Plan
 from v41.tools.bench.rowwise_cases import cases
 
 CUDA = torch.device("cuda", 0)
@@ -109,3 +113,24 @@ def test_what_fails_is_left_to_the_launch(monkeypatch: pytest.MonkeyPatch) -> No
     piece = norm()
     piece.kernel._module = SimpleNamespace(name=SimpleNamespace(warmup=refuse))
     compile_ahead([(piece, NORM.inputs(3, "cpu"), {})], CUDA)
+
+
+def test_a_step_compiles_what_the_plan_of_its_rows_launches(compiled: list[Any]) -> None:
+    def planned(body: Any, **facts: Any) -> Plan:
+        return Plan(("u0",), (), {"u0": "int u0"}, (replace(piece("norm: ->"), body=body),),
+                    {"u0": "rows"}, **facts)  # fmt: skip
+
+    def body_of(count: int) -> GraphModule:
+        graph = Graph()
+        graph.placeholder("number").meta["val"] = count
+        graph.output(())
+        return GraphModule({}, graph)
+
+    side = planned(body_of(5), pays_at=(4,))
+    plan, artifacts = planned(body_of(3), overlapped=side), {"norm": norm()}
+    for rows, whole in ((4, True), (4, False), (8, True)):
+        Ahead(plan, artifacts, CUDA)({"u0": rows}, whole)
+    assert [arguments for _, _, arguments, _ in compiled] == [[5], [3], [3]]
+    compiled.clear()
+    Ahead(plan.without_bodies(), artifacts, CUDA)({"u0": 4}, True)
+    assert compiled == []

@@ -331,7 +331,7 @@ def test_a_plan_without_sizes_is_one_graph() -> None:
 
 @torch.no_grad()
 def test_kernels_are_compiled_ahead_of_each_set_of_sizes_once() -> None:
-    heard, ran = list[dict[str, int]](), list[int]()
+    heard, ran = list[tuple[dict[str, int], bool]](), list[int]()
 
     def add(a: torch.Tensor) -> tuple[torch.Tensor]:
         ran.append(len(heard))
@@ -339,7 +339,8 @@ def test_kernels_are_compiled_ahead_of_each_set_of_sizes_once() -> None:
 
     plan = Plan(("a",), ("b",), {"a": "f32[u0]", "b": "f32[u0]"}, (piece("add", "a", "b", "a", ""),), {"u0": "rows"},
                 {"rows": (2, 4)}, {"rows": 4})  # fmt: skip
-    run = Replayer(plan, {"add": add}, CpuGraphs(), Captures(), ahead=lambda sizes: heard.append(dict(sizes)))
+    run = Replayer(plan, {"add": add}, CpuGraphs(), Captures(), ahead=lambda *told: heard.append(told))
     for rows in (2, 4, 2, 3, 4, 2):
         run([torch.ones(rows)])
-    assert heard == [{"u0": 2}, {"u0": 4}] and ran[:2] == [1, 2], "before it warms up; 3 rows are in no bucket"
+    assert heard == [({"u0": 2}, True), ({"u0": 4}, True)], "3 rows are in no bucket"
+    assert ran[:2] == [1, 2], "before it warms up"

@@ -72,7 +72,7 @@ def test_kernels_of_a_step_are_compiled_ahead_for_its_sizes(monkeypatch: pytest.
     _, cases, step, _ = dry()
     asked = list[tuple[Plan, dict[str, int]]]()
     monkeypatch.setattr(
-        planned_step, "Ahead", lambda plan, artifacts, device: lambda sizes: asked.append((plan, dict(sizes)))
+        planned_step, "Ahead", lambda plan, artifacts, device: lambda sizes, whole: asked.append((plan, dict(sizes)))
     )
     for case in cases:
         step.compile_ahead(step.plan.sides[0], step.fed(case.batch, case.cache))

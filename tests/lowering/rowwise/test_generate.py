@@ -14,6 +14,7 @@ from tests.lowering.rowwise.boundaries import layer_norm, rms_norm, seam, seam_i
 from tests.lowering.rowwise.running import SCHEDULES, check_contract, check_everywhere, generated, interpret
 from tests.strategies.tracing import trace
 from tests.triton_interpreter import Interpreter
+from v41.errors import KernelsNotWritten
 from v41.lowering.rowwise import Kernel, Unsupported, generate, pass_over
 from v41.lowering.rowwise.read import NotRowwise
 from v41.passes.same_values import random_inputs
@@ -141,6 +142,21 @@ def test_a_body_without_rows_is_refused() -> None:
 def test_a_gemm_is_refused() -> None:
     with pytest.raises(NotRowwise, match="GEMM"):
         pass_over(trace(lambda x, w: x @ w, torch.randn(7, 128), static=[torch.randn(128, 100)], backed=True))
+
+
+@pytest.mark.parametrize("home", ["/proc/nowhere", None])
+def test_a_kernel_that_cannot_be_kept_says_where_it_can(home: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobodys() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobodys if home is None else lambda: Path(home))
+    kernel = generate(seams()["layer_norm"].body(), "layer_norm")
+    assert isinstance(kernel, Kernel)
+    with pytest.raises(KernelsNotWritten, match="set XDG_CACHE_HOME to a folder that you may write to") as raised:
+        kernel.module  # noqa: B018
+    said = "Could not determine home directory." if home is None else "No such file or directory"
+    assert str(raised.value.facts["problem"]).endswith(said)
 
 
 def test_generator_names_no_concept_of_the_model() -> None:
