@@ -12,7 +12,7 @@ from torch import Tensor
 from v41.lowering.gpu import gpu_of
 from v41.lowering.rowwise.launch import DEEP, Call, Kernel, comes_up_early, shared_memory
 from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
-from v41.lowering.templates.attention.text import BLOCK
+from v41.lowering.templates.attention.text import AHEAD, BLOCK
 from v41.lowering.templates.decode import packs
 from v41.lowering.templates.formats import NUMBERS
 
@@ -23,8 +23,8 @@ SCORING = {True: 8, False: 4}  # warps of a program that scores: of one that doe
 @dataclass(frozen=True)
 class Spread:
     """slice: channels a program, in two launches; 0: all of them, in one. warps: of each program of the last launch;
-    there `stages` tiles of keys are under way. early: it comes up while the first runs. whole: the first multiplies all
-    channels at once."""
+    there `stages` tiles of keys are under way, unless all are read at once. early: it comes up while the first runs.
+    whole: the first multiplies all channels at once."""
 
     slice: int
     warps: int = 4
@@ -36,7 +36,7 @@ class Spread:
 MOST_IN_TWO = 32  # rows, in two launches
 SPREADS = (  # most rows, schedule: the fastest of those that are tried on an H200
     (4, Spread(32, early=True)),
-    (MOST_IN_TWO, Spread(64)),
+    (MOST_IN_TWO, Spread(64, 8)),  # what is read at once fills the registers of four
     (1 << 62, Spread(0, 8)),  # results of 64 heads by 512 channels fill the registers of 8 warps
 )
 
@@ -60,7 +60,8 @@ class AttentionKernel(Kernel):
         return fitted(by_rows(rows, takes_one_launch(device)), device)
 
     def candidates(self, rows: int, device: torch.device) -> list[Spread]:
-        two = [Spread(32, early=True), Spread(32), Spread(64), Spread(64, 8), Spread(64, stages=3), Spread(128, 8)]
+        two = [Spread(32, early=True), Spread(32), Spread(64), Spread(64, 8), Spread(64, 8, early=True), Spread(128, 8)]
+        two += [Spread(64, stages=3)] if self.keys[0] > AHEAD else []
         return [Spread(0, 8), *two] if takes_one_launch(device) else [fitted(each, device) for each in two]
 
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:

@@ -32,6 +32,7 @@ from v41.lowering.templates.formats import ADDED, DECODERS, HEAD, indented
 
 BLOCK = 64  # keys that one maximum is over: it is part of the result. See SHORTEST in form.py
 HEADS_AT_ONCE, LEAST_HEADS = 64, 16  # rows of a tile that the tensor cores take
+AHEAD = 8  # tiles of keys whose records a program of the second launch asks for at once
 CHUNK = 128  # channels of a product, where shared memory does not hold all
 
 WEIGH = f'''@triton.jit
@@ -62,10 +63,38 @@ def summed(total, sums, by, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 '''
 
 
+OF_ALL = '''@triton.jit
+def first_of(a, b):
+    return a
+
+
+@triton.jit
+def settled(x, ROWS: tl.constexpr):
+    """`x` [ROWS], behind an op that Triton moves no layout conversion across: what is read later would be behind the
+    barriers of one."""
+    return tl.reduce(tl.reshape(x, [ROWS, 1]), 1, first_of)
+
+
+@triton.jit
+def of_all(tops, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """The largest number of all blocks and, relative to it, their sums, one after the other. In the layout that they
+    are read in: else each would go through shared memory by itself, and the next be read behind it."""
+    home = tops + tl.arange(0, ROWS)
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for block in tl.static_range(BLOCKS):
+        top = tl.maximum(top, tl.load(home + block * (2 * ROWS)))
+    for block in tl.static_range(BLOCKS):
+        said = home + block * (2 * ROWS)
+        total += tl.load(said + ROWS) * power(tl.load(said) - top)
+    return settled(top, ROWS), settled(total, ROWS)
+'''
+
+
 def text(form: Form, name: str, operands: list[str]) -> str:
     """The file, without its first lines. operands: what the kernel reads, in order."""
     packed = [branch for branch in form.branches if branch.values != AS_IS]
-    parts = [HEAD, ADDED, WEIGH, ORDER]
+    parts = [HEAD, ADDED, WEIGH, OF_ALL, ORDER]
     if packed:
         parts.append(SPREAD)
         parts += [DECODERS[kind] for kind in dict.fromkeys(branch.values for branch in packed)]
@@ -130,6 +159,9 @@ class Channels:
         return f"{self.first} + tl.arange(0, {self.wide})[None, :]"
 
 
+SLICE = Channels("first", "SLICE")
+
+
 def turning(form: Form) -> int:
     """Channels of a tile that holds all that turns."""
     return max(UNIT, 1 << (form.rotary - 1).bit_length())
@@ -173,19 +205,19 @@ def _turned(x: str, form: Form, which: int, channels: Channels, rows: int) -> st
     return f"turn({x}, cos, sin, row, {channels.first}, {sign}, {rows}, {channels.wide})" if sign else x
 
 
-def _at(branch: Branch, form: Form) -> str:
-    """Which records the keys of a tile are, and which keys are seen."""
-    return f"at, seen = {branch.name}_at({places(branch)}, row, number, {tile_of(branch, form)})"
+def _at(branch: Branch, form: Form, number: str = "number", i: str = "") -> str:
+    """Which records the keys of tile `number` are, and which keys are seen. i: the tile's in names."""
+    return f"at{i}, seen{i} = {branch.name}_at({places(branch)}, row, {number}, {tile_of(branch, form)})"
 
 
-def _read(branch: Branch, form: Form, channels: Channels, held: str = "held") -> str:
+def _read(branch: Branch, form: Form, channels: Channels, i: str = "", part: str = "") -> str:
     """What some channels of these are held as."""
-    keys = tile_of(branch, form)
-    return f"{held} = {branch.name}_read({pointers(branch)}, at, {channels.first}, {keys}, {channels.wide}, PACKED)"
+    given = f"{pointers(branch)}, at{i}, {channels.first}, {tile_of(branch, form)}, {channels.wide}, PACKED"
+    return f"held{i}{part} = {branch.name}_read({given})"
 
 
-def _decoded(branch: Branch, form: Form, channels: Channels, held: str = "held") -> str:
-    return f"{branch.name}_tile({held}, seen, {tile_of(branch, form)}, {channels.wide}, PACKED)"
+def _decoded(branch: Branch, form: Form, channels: Channels, i: str = "", part: str = "") -> str:
+    return f"{branch.name}_tile(held{i}{part}, seen{i}, {tile_of(branch, form)}, {channels.wide}, PACKED)"
 
 
 def _weighed(branch: Branch, form: Form, rows: int) -> list[str]:
@@ -201,12 +233,12 @@ def _gain(branch: Branch) -> float:
     return 1.0 if branch.values == AS_IS else gain_of(branch.values, branch.scales)
 
 
-def _blocks(branch: Branch, form: Form, rows: int, start: int) -> list[str]:
+def _blocks(branch: Branch, form: Form, rows: int, start: int, number: str = "number") -> list[str]:
     """Where a tile's blocks are among those of this program's row and heads, and what is said of each: its own number,
     and behind those of all heads its sum."""
     count = tile_of(branch, form) // BLOCK
     return [
-        f"block = blocks + {start} + number * {count} + tl.arange(0, {count})",
+        f"block = blocks + {start} + {number} * {count} + tl.arange(0, {count})",
         f"mark = tops + block[None, :] * {2 * rows} + tl.arange(0, {rows})[:, None]",
     ]
 
@@ -263,50 +295,81 @@ def _product(branch: Branch, form: Form, rows: int, wide: int) -> list[str]:
     """x of a tile of keys, by so many channels at a time, all of them asked for at once."""
     chunks = [Channels(str(first), wide) for first in range(0, form.width, wide)]
     load, _ = _masked(form, rows)
-    lines = [_read(branch, form, chunk, f"held{i}") for i, chunk in enumerate(chunks)]
+    lines = [_read(branch, form, chunk, part=f"_{i}") for i, chunk in enumerate(chunks)]
     for i, chunk in enumerate(chunks):
         turns = int(chunk.first) + wide > form.width - form.rotary
         lines.append(f"q{i} = tl.load(queries + home + {chunk.each}{load})")
         lines.append(f"q{i} = ordered({_turned(f'q{i}', form, 0, chunk, rows) if turns else f'q{i}'}, "
                      f"{rows}, {wide // UNIT})")  # fmt: skip
     for i, chunk in enumerate(chunks):
-        lines.append(f"x = tl.dot(q{i}, {_decoded(branch, form, chunk, f'held{i}')}.trans(){', x' if i else ''})")
+        lines.append(f"x = tl.dot(q{i}, {_decoded(branch, form, chunk, part=f'_{i}')}.trans(){', x' if i else ''})")
     return lines
 
 
 def _values(form: Form, rows: int) -> list[str]:
-    """SLICE channels of the output, from p that was computed before."""
+    """SLICE channels of the output, from p that was computed before. Records wait for nothing that the first launch
+    stores, so up to AHEAD tiles are read before it has ended, and p a tile ahead; of more keys, tile after tile."""
     _, store = _masked(form, rows)
-    slice_ = Channels("first", "SLICE")
     total = all_blocks(form)
-    lines = [
-        "first = tl.program_id(1) * SLICE",
-        _first_block(form),
+    each = [(branch, start, number) for branch, _, start in _starts(form) for number in range(tiles_of(branch, form))]
+    ahead = len(each) <= AHEAD
+    lines = ["first = tl.program_id(1) * SLICE", _first_block(form)]
+    if ahead:
+        lines += [_at(branch, form, str(number), str(i)) for i, (branch, _, number) in enumerate(each)]
+        for i, (branch, _, _) in enumerate(each):
+            keys = tile_of(branch, form)
+            lines += [
+                f"at{i} = settled(at{i}, {keys})",
+                f"seen{i} = settled(seen{i}.to(tl.int32), {keys}) != 0",
+                _read(branch, form, SLICE, str(i)),
+            ]
+    lines += [
         "if PDL:  # until all that the first launch stored is there",
         "    tl.extra.cuda.gdc_wait()",
-        f"heads = tl.arange(0, {rows})",
-        *_empty(rows, "SLICE"),
-        f"for each in tl.static_range({total}):",
-        f"    top = tl.maximum(top, tl.load(tops + (blocks + each) * {2 * rows} + heads))",
-        f"for each in tl.static_range({total}):",
-        f"    said = tops + (blocks + each) * {2 * rows} + heads",
-        f"    total += tl.load(said + {rows}) * power(tl.load(said) - top)",
+        f"top, total = of_all(tops + blocks * {2 * rows}, {rows}, {total})",
+        f"o = tl.zeros([{rows}, SLICE], tl.float32)",
     ]
-    for branch, _, start in _starts(form):
-        body = [
-            _at(branch, form),
-            _read(branch, form, slice_),
-            *_blocks(branch, form, rows, start),
-            f"by = power(tl.load(mark) - top[:, None]) * {_gain(branch)}",
-            f"p = tl.load({_part(rows)}) * by.to(tl.bfloat16)[:, :, None]",
-            f"k = {_decoded(branch, form, slice_)}",
-            f"o = tl.dot(tl.reshape(p, [{rows}, {tile_of(branch, form)}]), k, o)",
-        ]
-        lines += [f"for number in tl.range(0, {tiles_of(branch, form)}, num_stages=STAGES):", *indented(body)]
+    if ahead:
+        weights = [_weights(branch, form, rows, start, str(number), str(i))
+                   for i, (branch, start, number) in enumerate(each)]  # fmt: skip
+        products = [_met(branch, form, rows, str(i)) for i, (branch, _, _) in enumerate(each)]
+        lines += weights[0]
+        for following, product in zip([*weights[1:], []], products, strict=True):
+            lines += [*following, *product]
+    else:
+        for branch, _, start in _starts(form):
+            body = [
+                _at(branch, form),
+                _read(branch, form, SLICE),
+                *_weights(branch, form, rows, start),
+                *_met(branch, form, rows),
+            ]
+            lines += [f"for number in tl.range(0, {tiles_of(branch, form)}, num_stages=STAGES):", *indented(body)]
     lines += [*_divided(form), f"y = restored(y, {rows}, SLICE // {UNIT})"]
     if form.turns[1]:
         lines.append(f"y = turn(y, cos, sin, row, first, {form.turns[1]}, {rows}, SLICE)")
     return [*lines, f"tl.store(out + home + first + tl.arange(0, SLICE)[None, :], y{store})"]
+
+
+def _weights(
+    branch: Branch, form: Form, rows: int, start: int, number: str = "number", i: str = ""
+) -> list[str]:
+    """p of a tile, and what each block of it is multiplied by, to be relative to the largest score of all. i: the
+    tile's in names."""
+    return [
+        *_blocks(branch, form, rows, start, number),
+        f"by{i} = power(tl.load(mark) - top[:, None]) * {_gain(branch)}",
+        f"p{i} = tl.load({_part(rows)})",
+    ]
+
+
+def _met(branch: Branch, form: Form, rows: int, i: str = "") -> list[str]:
+    """Both multiplied."""
+    return [
+        f"p = p{i} * by{i}.to(tl.bfloat16)[:, :, None]",
+        f"k = {_decoded(branch, form, SLICE, i)}",
+        f"o = tl.dot(tl.reshape(p, [{rows}, {tile_of(branch, form)}]), k, o)",
+    ]
 
 
 def _empty(rows: int, wide: int | str) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from v41.lowering.rowwise import Unsupported
 from v41.lowering.templates.attention import AttentionKernel, Spread, generate
 from v41.lowering.templates.attention.form import KIND, RULES, form_of
 from v41.lowering.templates.attention.launch import MOST_IN_TWO, by_rows
-from v41.lowering.templates.attention.text import blocks_of, tile_of
+from v41.lowering.templates.attention.text import AHEAD, blocks_of, tile_of
 from v41.lowering.templates.lone import lone_region
 from v41.passes.attention_core import attend
 from v41.passes.turns import turn
@@ -202,7 +204,27 @@ def test_the_second_launch_comes_up_early_where_few_programs_run(arch: str, earl
         assert all(constants["PDL"] == up for _, constants, _ in steps)
         assert all(constants["WHOLE"] == (arch != "sm_80") for _, constants, _ in steps)
         assert steps[0][2]["num_warps"] == (4 if arch == "sm_80" else 8)
-    assert kernel.source.index("gdc_wait()") < kernel.source.index("tl.load(tops")
+    places = [kernel.source.index(each) for each in ("held0 = ", "gdc_wait()", "= of_all(tops", "tl.load(parts")]
+    assert places == sorted(places), "records do not wait, what the first launch stores does"
+
+
+def test_records_that_are_read_at_once_give_the_bits_of_those_read_tile_after_tile(
+    interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once, inputs = kernel_of(MODEL), inputs_of(piece(MODEL), MODEL, 2)
+    monkeypatch.setattr(import_module(blocks_of.__module__), "AHEAD", 1)
+    in_turn = kernel_of(MODEL)
+    assert "held1 = " in at_once.source and "num_stages=STAGES" not in at_once.source
+    assert "held1 = " not in in_turn.source and "num_stages=STAGES" in in_turn.source
+    (ours,), (theirs,) = (interpret(interpreter, each, inputs, Spread(32)) for each in (at_once, in_turn))
+    assert torch.equal(ours, theirs)
+    check_contract(MODEL, inputs, ours)
+
+
+def test_stages_are_tried_where_tiles_are_read_in_turn() -> None:
+    kernel, device = kernel_of(MODEL), torch.device("cpu")
+    assert all(each.stages == 1 for each in kernel.candidates(1, device))
+    assert any(each.stages > 1 for each in replace(kernel, keys=(AHEAD + 1, 9)).candidates(100, torch.device("cpu")))
 
 
 def test_a_piece_that_attends_is_generated_by_the_template() -> None:
