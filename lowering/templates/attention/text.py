@@ -139,8 +139,9 @@ def turn(x, cos, sin, row, first, SIGN: tl.constexpr, ROWS: tl.constexpr, WIDE: 
     """bf16 [ROWS, WIDE] channels from `first` on: those from {kept} on turn in adjacent pairs, in fp32."""
     pair = (first - {kept}) // 2 + tl.arange(0, WIDE // 2)
     turns = (pair >= 0)[None, :]
-    c = tl.load(cos + row * {pairs} + pair, mask=pair >= 0, other=1.0)[None, :]
-    s = SIGN * tl.load(sin + row * {pairs} + pair, mask=pair >= 0, other=0.0)[None, :]
+    c = tl.load(cos + row * {pairs} + pair, mask=pair >= 0, other=1.0)
+    s = SIGN * tl.load(sin + row * {pairs} + pair, mask=pair >= 0, other=0.0)
+    c, s = settled(c, WIDE // 2)[None, :], settled(s, WIDE // 2)[None, :]
     a, b = tl.split(tl.reshape(x.to(tl.float32), [ROWS, WIDE // 2, 2]))
     x = tl.join(tl.where(turns, a * c - b * s, a), tl.where(turns, a * s + b * c, b))
     return tl.reshape(x, [ROWS, WIDE]).to(tl.bfloat16)
