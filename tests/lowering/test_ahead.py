@@ -104,15 +104,21 @@ def test_where_no_threads_may_start_launches_compile(compiled: list[Any], monkey
     assert compiled == []
 
 
-def test_what_fails_is_left_to_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **named: Any) -> None:
-        raise RuntimeError("out of registers")
+def test_what_fails_keeps_nothing_else_and_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launch asks again, and raises what Triton does."""
+    asked = list[int]()
+
+    def warmup(rows: int, grid: Any, **named: Any) -> None:
+        asked.append(rows)
+        if rows == 1:
+            raise RuntimeError("out of registers")
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(ahead, "steps_of", lambda kernel, given: [("name", (1, 1), given, {}, {})])
     piece = norm()
-    piece.kernel._module = SimpleNamespace(name=SimpleNamespace(warmup=refuse))
-    compile_ahead([(piece, NORM.inputs(3, "cpu"), {})], CUDA)
+    piece.kernel._module = SimpleNamespace(name=SimpleNamespace(warmup=warmup))
+    compile_ahead([(piece, [rows], {}) for rows in (1, 2, 16)], CUDA)
+    assert sorted(asked) == [1, 2, 16]
 
 
 def test_a_step_compiles_what_the_plan_of_its_rows_launches(compiled: list[Any]) -> None:
