@@ -81,10 +81,10 @@ def compile_ahead(jobs: Iterable[Job], device: torch.device) -> None:
     wanted: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     with outside_of_tracing(), without_storage():
         for artifact, values, sizes in jobs:
-            with suppress(Exception):  # raised again where it is prepared to be launched
+            with suppress(Exception):  # a size that is not known yet, or what its launch raises again
                 for name, grid, arguments, named in _launches(artifact, values, sizes, device):
                     function = getattr(artifact.kernel.module, name)
-                    told = (artifact.kernel.path, name, *map(_told, arguments), *named.items())
+                    told = (artifact.kernel.source, name, *map(_told, arguments), *named.items())
                     wanted.setdefault(told, (function, grid, arguments, named))
     if wanted:
         workers = min(len(wanted), len(os.sched_getaffinity(0)))
@@ -96,14 +96,11 @@ def compile_ahead(jobs: Iterable[Job], device: torch.device) -> None:
 def _launches(
     artifact: Any, values: Sequence[object], sizes: Mapping[str, int], device: torch.device
 ) -> Iterator[tuple[str, Sequence[int], list[Any], dict[str, Any]]]:
-    """Name, grid, arguments (of a tensor its dtype) and what is named, of each launch that is known now: not of sizes
-    beyond `sizes`, nor of sums over ranks, whose memory is bound later."""
+    """Name, grid, arguments (of a tensor its dtype) and what is named, of each launch that is known now: not of sums
+    over ranks, whose memory is bound later. KeyError where it hangs on more than `sizes`."""
     if not isinstance(artifact, GeneratedPiece) or artifact.group is not None:
         return
-    try:
-        given = [like(value, sizes, device) for value in values]
-    except KeyError:
-        return
+    given = [like(value, sizes, device) for value in values]
     kernel = replace(artifact.kernel, _arrivals=Arrivals({}, {}))  # these counters have no memory
     for name, grid, arguments, constants, options in steps_of(kernel, given):
         yield name, grid, [a.dtype if isinstance(a, Tensor) else a for a in arguments], {**constants, **options}
