@@ -36,7 +36,7 @@ class Spread:
 MOST_IN_TWO = 32  # rows, in two launches
 SPREADS = (  # most rows, schedule: the fastest of those that are tried on an H200
     (4, Spread(32, early=True)),
-    (MOST_IN_TWO, Spread(64, 8)),  # what is read at once fills the registers of four
+    (MOST_IN_TWO, Spread(64, 8, early=True)),  # what is read at once fills the registers of four
     (1 << 62, Spread(0, 8)),  # results of 64 heads by 512 channels fill the registers of 8 warps
 )
 
