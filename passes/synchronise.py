@@ -6,7 +6,8 @@
 
 Who waits for whom follows from what pieces read, write and share (plan_facts). A wait that other waits make needless is
 left out, so each event is one that the plan cannot do without. A value is freed behind its last reader, or later: not
-before the next piece on the stream that allocated it has to wait for all who use it.
+before the next piece on the stream that allocated it has to wait for all who use it. A value that may share memory with
+others may also have its own, so each is freed as if it had.
 """
 
 from __future__ import annotations
@@ -59,22 +60,20 @@ def _frees(facts: PlanFacts) -> dict[int, tuple[str, ...]]:
     read = {name for name, _ in facts.readings}
     last = {name: at for name, at in facts.makings if at != START_AT or name in read}
     last |= {name: at for name, at in facts.readings if name in last}
-    ends: dict[str, int] = {}  # memory -> when the last value in it is freed
-    for name, at in last.items():
-        ends[facts.memory[name]] = max(at, ends.get(facts.memory[name], at))
     found: dict[int, list[str]] = {}
     for name, at in last.items():
-        memory = facts.memory[name]
         if name not in facts.returned:
-            found.setdefault(_unused_from(facts, memory, at) if at == ends[memory] else at, []).append(name)
+            found.setdefault(_unused_from(facts, name, at), []).append(name)
     return {at: tuple(names) for at, names in found.items()}
 
 
-def _unused_from(facts: PlanFacts, memory: str, at: int) -> int:
-    """The first position from `at` on behind which the stream of `memory` may take it for something else."""
-    uses = [use for use, _ in facts.uses[memory] if use < facts.end]
-    while (again := facts.next_on(facts.stream_of(memory), at)) is not None:
-        if all(facts.order.before(use, again) for use in uses):
-            break
-        at = again
+def _unused_from(facts: PlanFacts, name: str, at: int) -> int:
+    """The first position from `at` on behind which no stream that may have allocated it takes it for something else
+    while it is used."""
+
+    def in_use(again: int) -> bool:
+        return not all(facts.order.before(use, again) for use in facts.users[name])
+
+    while early := [again for again in facts.given_out(name, at) if in_use(again)]:
+        at = min(early)
     return at

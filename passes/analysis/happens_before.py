@@ -130,18 +130,12 @@ def unordered_write(facts: PlanFacts) -> Iterator[Breach]:
 
 
 def freed_in_use(facts: PlanFacts) -> Iterator[Breach]:
-    """The allocator hands freed memory out again on the stream it came from, by order of issue, whoever uses it."""
-    freed: dict[str, int] = {}
+    """The allocator hands freed memory out again on the stream it came from, by order of issue, whoever uses it. That
+    another value may be in the same memory, and be held for longer, is no excuse: it may be in memory of its own."""
     for name, at in facts.freed:
-        memory = facts.memory[name]
-        freed[memory] = max(at, freed.get(memory, at))
-    for memory in {facts.memory[name] for name in facts.returned}:
-        freed.pop(memory, None)
-    for memory, at in freed.items():
-        again = facts.next_on(facts.stream_of(memory), at)
-        if again is not None:
-            for use in (use for use, _ in facts.uses[memory] if not facts.order.before(use, again)):
-                yield use, again, f"the second may be given the memory of {memory} while the first still uses it"
+        for again in facts.given_out(name, at):
+            for use in (use for use in facts.users[name] if not facts.order.before(use, again)):
+                yield use, again, f"the second may be given the memory of {name} while the first still uses it"
 
 
 RACES: tuple[tuple[str, Callable[[PlanFacts], Iterator[Breach]]], ...] = (  # each may rely on those above

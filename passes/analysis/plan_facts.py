@@ -76,6 +76,26 @@ class PlanFacts:
         return {memory: sorted(uses) for memory, uses in found.items()}
 
     @cached_property
+    def users(self) -> dict[str, list[int]]:
+        """Value -> positions of those that make or read it, in order. Unlike `uses` not of what may share its memory:
+        whether it does is not known, and where it does not, nobody else keeps its memory from being given out again."""
+        found: dict[str, list[int]] = {}
+        for name, at in (*self.makings, *self.readings):
+            found.setdefault(name, []).append(at)
+        return found
+
+    @cached_property
+    def streams(self) -> dict[str, tuple[int, ...]]:
+        """Value -> streams that its memory may have been allocated on: its maker's, and those of what it may share."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, at in self.makings:
+            own = 0 if at == START_AT else self.plan.pieces[at].stream
+            buffer = self.plan.buffers.get(name)
+            shared = (stream for base in (buffer.views if buffer else ()) for stream in found.get(base, ()))
+            found[name] = tuple(dict.fromkeys((own, *shared)))
+        return found
+
+    @cached_property
     def lives(self) -> dict[str, tuple[int, int]]:
         """Value -> where it is made, and who is the last that uses its memory."""
         return {name: (at, self.uses[self.memory[name]][-1][0]) for name, at in self.makings}
@@ -84,10 +104,9 @@ class PlanFacts:
         """Pieces that have a body, with their positions."""
         yield from ((at, piece) for at, piece in enumerate(self.plan.pieces) if isinstance(piece.body, GraphModule))
 
-    def stream_of(self, memory: str) -> int:
-        """The stream that `memory` was allocated on."""
-        maker = self.made[memory]
-        return 0 if maker == START_AT else self.plan.pieces[maker].stream
+    def given_out(self, name: str, at: int) -> Iterator[int]:
+        """Who may be given the memory of `name` first if it is freed behind position `at`, by stream."""
+        yield from (again for stream in self.streams[name] if (again := self.next_on(stream, at)) is not None)
 
     def next_on(self, stream: int, at: int) -> int | None:
         """The first piece behind position `at` on `stream`."""

@@ -53,6 +53,13 @@ def test_what_a_side_stream_still_reads_is_freed_behind_the_join() -> None:
     assert [piece.frees for piece in made.pieces] == [("x",), (), (), ("s", "y"), ("pre", "z")]
 
 
+def test_it_is_freed_there_though_another_value_may_be_in_its_memory_and_is_held_for_longer() -> None:
+    """t may be in the memory of s, or have its own: then nothing but s kept what cone still reads."""
+    pieces = "a: x -> s t,", "cone@1: s -> pre,", "b: t -> y,", "c: t y -> z,", "mix: z t pre -> out,"
+    made = check_synchronised(plan("x", "out", *pieces, views=["t s"]))
+    assert [piece.frees for piece in made.pieces] == [("x",), (), (), ("s", "y"), ("t", "pre", "z")]
+
+
 def test_a_side_stream_that_nobody_reads_is_joined_at_the_end() -> None:
     made = check_synchronised(plan("x", "y", "a: x -> y,", "b@1: x -> z,"))
     assert made.events == (Event(START, "b"), Event("b", END))
@@ -108,7 +115,7 @@ WRONG = {  # of synchronise -> what takes its place
     "nobody waits for a writer": ("_needs", lambda facts: {at: needs - writers(facts) for at, needs in of(facts)}),
     "what nobody reads is left running": ("_needs", lambda facts: dict(of(facts)) | {facts.end: set()}),
     "a stream begins whenever it likes": ("_needs", lambda facts: {at: n - {START_AT} for at, n in of(facts)}),
-    "memory is freed behind its last reader in order of issue": ("_unused_from", lambda facts, memory, at: at),
+    "memory is freed behind its last reader in order of issue": ("_unused_from", lambda facts, name, at: at),
 }
 needs_of, frees_of = module._needs, module._unused_from
 

@@ -137,7 +137,8 @@ def measured(step: PlannedStep, case: Case) -> Record:
     record = Record(rows=case.rows, on=case.rows in made.pays_at, boundaries=boundaries(made))
     if step.device.type == "cpu":
         one, in_order = (step.on(each) for each in (plan, made))
-        return record | {"same_bits": same(one(list(inputs)), in_order(list(inputs)))}
+        other = [] if same(one(list(inputs)), in_order(list(inputs))) else ["in order"]
+        return record | {"same_bits": not other, "other_bits": other}
     for each in (plan, made):
         step.compile_ahead(each, inputs)
     several = lanes_for(CudaLanes, step.device)
@@ -147,7 +148,7 @@ def measured(step: PlannedStep, case: Case) -> Record:
     }  # fmt: skip
     calls = {name: partial(called, way, inputs) for name, way in ways.items()}
     wanted = copied(calls["in_order"]())
-    record["same_bits"] = same(wanted, calls["side"]())
+    other = [] if same(wanted, calls["side"]()) else ["side, uncaptured"]
     replays: dict[str, Callable[[], None]] = {}
     for name, call in calls.items():
         graphs = CudaGraphs(step.device, torch.cuda.Stream(step.device, priority=FIRST if name == "yields" else 0))
@@ -157,8 +158,9 @@ def measured(step: PlannedStep, case: Case) -> Record:
         graph, results = graphs.capture(partial(without_borders, call), ())
         replays[name] = graph.replay
         graph.replay()
-        record["same_bits"] &= name == "one" or same(wanted, results)
-    record |= timed("captured", replays, ROUNDS)
+        if name != "one" and not same(wanted, results):
+            other.append(name)
+    record |= {"same_bits": not other, "other_bits": other} | timed("captured", replays, ROUNDS)
     record |= timed("uncaptured", {name: calls[name] for name in ("one", "side")}, 1)
     gain = record["captured_one_us"] - record["captured_side_us"]
     record |= {"gain_us": round(gain, 1), "gain_us_a_boundary": round(gain / max(record["boundaries"], 1), 2)}
@@ -206,13 +208,13 @@ def structure(call: Callable[[], object], stream: torch.cuda.Stream) -> GraphSha
 def verdict(result: Record) -> list[str]:
     """A line for each thing that a run is to show: holds, does not hold, or not shown, and by what."""
     records, stress = result["records"], result["stress"]
-    wrong = [r["rows"] for r in records if not r["same_bits"]]
+    wrong = [f"{r['rows']} rows, {', '.join(r['other_bits'])}" for r in records if not r["same_bits"]]
     slow = [r for r in records if r["on"] and r.get("captured_side_us", 0) > SLOWER * r.get("captured_one_us", 0)]
     off = [r for r in stress if r["uncaptured"] or r["captured"] or not r["caches_same"]]
     timed = any("captured_one_us" in r for r in records)
     steps = sum(r["steps"] for r in stress)
     told = [
-        _line("the bits of one stream", records, f"at {_rows(records)} rows", f"at {wrong} rows" if wrong else ""),
+        _line("the bits of one stream", records, f"at {_rows(records)} rows", "; ".join(wrong)),
         _line("no step is slower where it is on", [r for r in records if r["on"]] if timed else [],
               ", ".join(f"{r['rows']} rows: {r['gain_us']} us less" for r in records if r["on"] and timed),
               ", ".join(f"{r['rows']} rows: {-r['gain_us']} us more" for r in slow)),
