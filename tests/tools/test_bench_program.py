@@ -15,7 +15,7 @@ from v41.model_def.batch import Batch
 from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
-from v41.tools.bench import program, timing
+from v41.tools.bench import program, program_cases, timing
 from v41.tools.bench.contenders import INDUCTOR, MARK, NAMES, without_regions
 from v41.tools.bench.program import in_turn, line, memory, ratios
 from v41.tools.bench.program_cases import Case, cut, eager_logits, floor_us, prepare, weight_bytes
@@ -95,6 +95,21 @@ def test_every_slot_holds_the_context(cases: list[Case]) -> None:
     for records in (*cache.entries.values(), *cache.index_keys.values()):
         before = records[:, : 38 // 2]
         assert before[0].any() and torch.equal(before[0], before[2])
+
+
+def test_a_long_context_is_not_all_read_and_no_two_of_its_entries_are_alike(
+    model: V41ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_cases, "MOST_READ", 20)
+    (case,) = prepare(model, [1], [], context=90)
+    assert case.plain.host.chunks[0].start == 88
+    for source, keys in case.cache.index_keys.items():
+        read, m = 20 // CONFIG.compress_ratios[source], CONFIG.compress_ratios[source]
+        assert len(keys[0, : 88 // m].unique(dim=0)) == 88 // m
+        scales = keys[0, :, CONFIG.index_head_dim // 2 :]
+        assert torch.equal(scales[:read], scales[read : 2 * read]), "the values alone differ"
+    with torch.no_grad():
+        assert model(case.plain, case.cache).isfinite().all()
 
 
 def test_only_the_batch_in_buckets_is_marked(cases: list[Case]) -> None:
@@ -183,6 +198,10 @@ def test_kernels_by_origin_and_the_costliest() -> None:
         "library": {"launches": 1, "us": 3.0},
     }
     assert "generated" not in timing.by_origin(launched, ())
+    named = [("gate_1f0c9a", 1.0), ("gate_2f0c9b", 2.0), ("long_product", 4.0), *launched[1:]]
+    assert timing.by_region(named, ("gate_", "long_product")) == [
+        ("inductor", 2, 5.0), ("long_product", 1, 4.0), ("gate", 2, 3.0), ("library", 1, 3.0)
+    ]  # fmt: skip
     assert timing.costliest(launched, 2) == [("triton_poi_fused_0", 2, 5.0), ("gemm", 1, 3.0)]
 
 

@@ -3,9 +3,10 @@
     decode 16        16 requests, each with a context of about 4096 tokens, read one token more
     prefill 8192     one request's first 8192 tokens, in one step
 
-The context is read once, by eager, and copied into every slot; last tokens differ, so rows pick differently. A step
-reads nothing that it wrote when it ran before, so the contenders share one cache. Hence decode rows stand at even
-positions: an odd one would end a group of two, and the step before has left its own token as the group's first.
+The context is read once, by eager, and copied into every slot; last tokens differ, so rows pick differently. Of a long
+context MOST_READ tokens are read, and entries like theirs, no two alike, stand for the rest. A step reads nothing that
+it wrote when it ran before, so the contenders share one cache. Hence decode rows stand at even positions: an odd one
+would end a group of two, and the step before has left its own token as the group's first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from v41.model_def.moe import MoE
 from v41.tools.bench.boundary import COPY_BYTES_A_US
 
 PART = 2048
+MOST_READ = 8192  # tokens of a context, in parts
+LAST_BITS = 0x11  # of the two e2m1 codes of a byte
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,11 @@ def prepare(
     ids = token_ids(config, max([context, *prefill]) + slots)
     start = (context - 1) // 2 * 2
     shared, last = ids[:start], ids[-slots:]
-    model(build_batch(config, cache, [Chunk(shared, 0, 0)]), cache)
+    for part in in_parts([Chunk(shared[:MOST_READ], 0, 0)]):
+        model(build_batch(config, cache, part), cache)
+    for kind, width in ((cache.entries, config.head_dim), (cache.index_keys, config.index_head_dim)):
+        for source, records in kind.items():
+            lengthen(records[0], MOST_READ // config.compress_ratios[source], width // 2)
     for records in tensors_of(cache):
         records[1:slots] = records[:1]
     cases = []
@@ -83,6 +90,17 @@ def prepare(
     for rows in sorted(prefill, reverse=True):
         cases.append(case("prefill", rows, [Chunk(ids[:rows], 0, slots)], config, cache))
     return cases
+
+
+def lengthen(records: Tensor, count: int, codes: int) -> None:
+    """What follows the first `count` records becomes like them, over and over, other last bits in the `codes` bytes of
+    their e2m1 codes: equal entries would score alike, and all be picked or none."""
+    draw = torch.Generator(records.device).manual_seed(0)
+    for at in range(count, len(records), count):
+        part = records[at : at + count]
+        part.copy_(records[: len(part)])
+        part[:, :codes] ^= torch.randint(256, (len(part), codes), generator=draw, dtype=torch.uint8,
+                                         device=records.device) & LAST_BITS  # fmt: skip
 
 
 def case(kind: str, rows: int, chunks: Sequence[Chunk], config: V41Config, cache: Cache) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -43,15 +44,27 @@ def kernels(call: Callable[[], Any]) -> list[Kernel]:
     ]
 
 
+HASH = re.compile("_[0-9a-f]{6}$")  # behind the kind of region in a kernel's name
+
+
 def by_origin(launched: Sequence[Kernel], generated: str | tuple[str, ...]) -> dict[str, dict[str, float]]:
     split: dict[str, dict[str, float]] = defaultdict(lambda: {"launches": 0, "us": 0.0})
     for name, us in launched:
-        known = (
-            "generated" if name.startswith(generated) else "inductor" if name.startswith("triton_") else "library"
-        )
+        known = "generated" if name.startswith(generated) else _other(name)
         split[known]["launches"] += 1
         split[known]["us"] += us
     return dict(split)
+
+
+def by_region(launched: Sequence[Kernel], generated: str | tuple[str, ...]) -> list[tuple[str, int, float]]:
+    """Kind of region, launches and µs together of generated kernels, which are named kind_hash, the costliest first;
+    beside them what Inductor and libraries run."""
+    kinds = [(HASH.sub("", name) if name.startswith(generated) else _other(name), us) for name, us in launched]
+    return costliest(kinds, len(kinds))
+
+
+def _other(name: str) -> str:
+    return "inductor" if name.startswith("triton_") else "library"
 
 
 def costliest(launched: Sequence[Kernel], count: int = 12) -> list[tuple[str, int, float]]:
