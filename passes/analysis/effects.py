@@ -58,6 +58,22 @@ def viewed_args(node: Node) -> list[Node]:
     return list(_schema_args(node, writes=False))
 
 
+def _result_of(call: Node, index: int) -> list[Node]:
+    """Whose memory one result of several may be: none's where the call makes each in memory of its own; the call itself
+    stands for memory that several of its results may share."""
+    if call.target is invoke_subgraph:
+        body = body_of(call)
+        (results,) = body.graph.output_node().args
+        ends = [set(bases(each)) if isinstance(each, Node) else set() for each in results]  # type: ignore[union-attr]
+        mine = ends[index]
+        if any(mine & other for at, other in enumerate(ends) if at != index):
+            return [call]
+        inner = body.graph.find_nodes(op="placeholder")
+        return [arg for arg, name in zip(call.args[2:], inner, strict=True) if name in mine and isinstance(arg, Node)]
+    fresh = isinstance(call.target, OpOverload) and not viewed_args(call)
+    return [] if fresh else [call]
+
+
 def bases(node: Node) -> list[Node]:
     """The nodes at the far end of `node`'s views: itself where it makes memory of its own."""
     seen: dict[Node, None] = {}
@@ -67,7 +83,8 @@ def bases(node: Node) -> list[Node]:
         if current in seen:
             continue
         seen[current] = None
-        viewed = viewed_args(current)
+        several = current.op == "call_function" and current.target is operator.getitem
+        viewed = _result_of(*current.args) if several else viewed_args(current)  # type: ignore[arg-type]
         stack.extend(viewed)
         if not viewed:
             ends.append(current)

@@ -96,6 +96,26 @@ def test_through_a_subgraph_call() -> None:
     assert list(written_inputs(gm)) == [second]
 
 
+def test_each_result_of_several_has_a_memory_of_its_own_but_where_two_share_one() -> None:
+    """Of a region: a view of its input, two views of one value, which count as whatever the call may return, a fresh
+    value; of an operator: two fresh ones."""
+    inner, x, _ = graph()
+    shared, fresh = (inner.call_function(op, (x,)) for op in (aten.exp.default, aten.neg.default))
+    views = [inner.call_function(aten.view.default, (of, [-1])) for of in (x, shared)]
+    inner.output((views[0], shared, views[1], fresh))
+    outer, a, b = graph()
+    call = outer.call_function(invoke_subgraph, (outer.get_attr("body"), "body", a, b))
+    results = [outer.call_function(operator.getitem, (call, i)) for i in range(4)]
+    most = outer.call_function(aten.topk.default, (b, 1))
+    parts = [outer.call_function(operator.getitem, (most, i)) for i in range(2)]
+    outer.output((*results, *parts))
+    gm = GraphModule({"body": GraphModule({}, inner)}, outer)
+    a, _ = gm.graph.find_nodes(op="placeholder")
+    view, one, other, alone, *parts = (node for node in gm.graph.nodes if node.target is operator.getitem)
+    assert [bases(node) for node in (view, one, other, alone)] == [[a], [a], [a], [alone]]
+    assert [bases(part) for part in parts] == [[part] for part in parts]
+
+
 def test_a_collective_begins_and_its_wait_ends_it() -> None:
     g, a, _ = graph()
     begun = g.call_function(torch.ops._c10d_functional.all_reduce.default, (a, "sum", "0"))
