@@ -120,6 +120,25 @@ def check_boundaries(stack: Stack) -> None:
     check_streams(gm, plan, made)
 
 
+@cache
+def interrupted() -> tuple[GraphModule, Plan]:
+    """Three boundaries that an Engram gate parts: halves of boundaries may leave, and whole pieces."""
+    gm = boundaries(Stack(engrams=(1, 2), iters=1))
+    return gm, partition(gm, cut_at=CUT_AT, along=ALONG)
+
+
+@FEWEST
+@given(st.data())
+def test_any_choice_of_sites(data: st.DataObject) -> None:
+    """What gains at a number of rows decides, so any of a piece's sites may leave, and any may stay."""
+    gm, plan = interrupted()
+    by_piece: dict[int, list[module.Site | None]] = {}
+    for site in module.sites_of(plan):
+        by_piece.setdefault(site.cone.at, [None]).append(site)
+    chosen = [site for each in by_piece.values() if (site := data.draw(st.sampled_from(each))) is not None]
+    check_streams(gm, plan, module.with_sides(plan, chosen), [data.draw(st.integers(0, 99))])
+
+
 @FEWEST
 @given(programs)
 def test_any_program(steps: list[str]) -> None:
