@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime import JITFunction
 
 from v41.model_def import attention, mhc, moe
 from v41.model_def.batch import Batch
@@ -16,7 +17,7 @@ from v41.model_def.cache import Cache
 from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.bench import program, program_cases, timing
-from v41.tools.bench.contenders import INDUCTOR, MARK, NAMES, without_regions
+from v41.tools.bench.contenders import INDUCTOR, MARK, NAMES, launched_so_far, without_regions
 from v41.tools.bench.program import in_turn, line, memory, ratios
 from v41.tools.bench.program_cases import Case, cut, eager_logits, floor_us, prepare, weight_bytes
 from v41.tools.cli import main
@@ -203,6 +204,21 @@ def test_kernels_by_origin_and_the_costliest() -> None:
         ("inductor", 2, 5.0), ("long_product", 1, 4.0), ("gate", 2, 3.0), ("library", 1, 3.0)
     ]  # fmt: skip
     assert timing.costliest(launched, 2) == [("triton_poi_fused_0", 2, 5.0), ("gemm", 1, 3.0)]
+
+
+def a_kernel_that_ran(x: Any) -> None: ...
+
+
+def a_kernel_that_did_not(x: Any) -> None: ...
+
+
+def triton_poi_of_inductor(x: Any) -> None: ...
+
+
+def test_kernels_of_ours_are_those_that_were_launched() -> None:
+    made = [JITFunction(each) for each in (a_kernel_that_ran, a_kernel_that_did_not, triton_poi_of_inductor)]
+    made[0].device_caches[0] = made[2].device_caches[0] = "compiled"
+    assert launched_so_far() & {each.__name__ for each in made} == {"a_kernel_that_ran"}
 
 
 @pytest.mark.parametrize("flaw", ["none", "another row's logits", "an error"])

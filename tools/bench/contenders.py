@@ -13,6 +13,7 @@ all it can; a cache of static address, without which it makes no graph of a step
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -53,7 +54,7 @@ class Contender(Protocol):
         """Parts of the last case's step that are worth a time of their own, by name."""
 
     def kernels(self) -> tuple[str, ...]:
-        """Names of the kernels it generated."""
+        """Names of kernels of ours that it launched."""
 
     def facts(self) -> dict[str, Any]:
         """What it says of itself, once its cases have run."""
@@ -136,10 +137,20 @@ class Ours(Eager):
         return guarded | self.fast.parts(case.batch, case.cache)
 
     def kernels(self) -> tuple[str, ...]:
-        return tuple(name for report in self.reports for name in report.kernels)
+        return tuple(launched_so_far())
 
     def facts(self) -> dict[str, Any]:
         return {"options": self.options, "compiles": [values_of(report) for report in self.reports]}
+
+
+def launched_so_far() -> set[str]:
+    """Names of Triton functions that this process launched and neither Inductor nor Triton wrote. A region's kernel may
+    launch several of names of their own, and some operators have kernels without a region."""
+    from triton.runtime import JITFunction  # type: ignore[import-untyped]
+
+    functions = [each for each in gc.get_objects() if type(each) is JITFunction and each.device_caches]
+    return {each.__name__ for each in functions if each.__module__.partition(".")[0] not in ("torch", "triton")
+            and not each.__name__.startswith("triton_")}  # fmt: skip
 
 
 def values_of(report: CompileReport) -> dict[str, Any]:

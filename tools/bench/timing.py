@@ -57,8 +57,8 @@ def by_origin(launched: Sequence[Kernel], generated: str | tuple[str, ...]) -> d
 
 
 def by_region(launched: Sequence[Kernel], generated: str | tuple[str, ...]) -> list[tuple[str, int, float]]:
-    """Kind of region, launches and µs together of generated kernels, which are named kind_hash, the costliest first;
-    beside them what Inductor and libraries run."""
+    """Kind of region (generated kernels are named kind_hash), launches and µs together, the costliest first; others of
+    ours by name, beside them what Inductor and libraries run."""
     kinds = [(HASH.sub("", name) if name.startswith(generated) else _other(name), us) for name, us in launched]
     return costliest(kinds, len(kinds))
 
