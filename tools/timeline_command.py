@@ -84,7 +84,7 @@ def config_to_measure(arguments: Namespace) -> V41Config:
 def measured(config: V41Config, rows: int, context: int, device: str) -> tuple[Predicted, Plan, Measured]:
     """What is predicted of a decode step, the plan of it that is used, and how that ran."""
     model = V41ForCausalLM.random(config, 0, device).eval().requires_grad_(False)
-    (case,) = prepare(model, [rows], [], context)
+    (case,) = prepare(model, [rows], [], [context])
     step, report = step_of(model, case.batch, case.cache, [rows])
     made = step.sides_at(rows) or step.plan
     judged = [each for run in report.passes if run.name == "assign_streams" for each in run.decisions]

@@ -33,7 +33,7 @@ def model() -> V41ForCausalLM:
 
 @pytest.fixture(scope="module")
 def cases(model: V41ForCausalLM) -> list[Case]:
-    return prepare(model, [1, 3], [20], context=40)
+    return prepare(model, [1, 3], [20], [40])
 
 
 @pytest.mark.parametrize("preset", ["tiny", "bench", "flash"])
@@ -56,7 +56,7 @@ def test_a_cut_keeps_the_widths_and_one_layer_of_each_kind(preset: str) -> None:
 @torch.no_grad()
 def test_a_step_that_does_not_fit_is_read_in_parts(model: V41ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("v41.tools.bench.program_cases.PART", 8)
-    decode, prefill = prepare(model, [1], [20], context=12)
+    decode, prefill = prepare(model, [1], [20], [12])
     assert (decode.parts, [part.tokens.shape[0] for part in prefill.parts]) == ((), [8, 8, 4])
     (whole,), touched = eager_logits(model, prefill), weight_bytes(model, prefill)
     small = Cramped(model, rows=8)
@@ -102,15 +102,18 @@ def test_a_long_context_is_not_all_read_and_no_two_of_its_entries_are_alike(
     model: V41ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(program_cases, "MOST_READ", 20)
-    (case,) = prepare(model, [1], [], context=90)
-    assert case.plain.host.chunks[0].start == 88
+    case, short = prepare(model, [1], [], [24, 90])
+    assert (case.name, case.plain.host.chunks[0].start) == ("decode 1 of 90", 88)
+    assert (short.name, short.plain.host.chunks[0].start) == ("decode 1 of 24", 22)
+    assert case.cache is short.cache and case.plain.slots[0] != short.plain.slots[0]
     for source, keys in case.cache.index_keys.items():
         read, m = 20 // CONFIG.compress_ratios[source], CONFIG.compress_ratios[source]
         assert len(keys[0, : 88 // m].unique(dim=0)) == 88 // m
         scales = keys[0, :, CONFIG.index_head_dim // 2 :]
         assert torch.equal(scales[:read], scales[read : 2 * read]), "the values alone differ"
     with torch.no_grad():
-        assert model(case.plain, case.cache).isfinite().all()
+        first = model(case.plain, case.cache)
+        assert model(short.plain, case.cache).isfinite().all() and torch.equal(model(case.plain, case.cache), first)
 
 
 def test_only_the_batch_in_buckets_is_marked(cases: list[Case]) -> None:

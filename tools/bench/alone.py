@@ -46,7 +46,7 @@ def bench_command(arguments: Namespace) -> int:
     model = model_of(config, device)
     result: Record = facts_of("alone", arguments, config) | {"rows": arguments.rows, "context": arguments.context}
     with torch.no_grad():
-        (case,) = prepare(model, [arguments.rows], [], arguments.context)
+        (case,) = prepare(model, [arguments.rows], [], [arguments.context])
         step, result["compiled"] = compiled(model, case, arguments.codegen)
         result["logits"] = logits(step, config, case)
         found = [pieces(step, config, case, row) for row in range(min(TRIED, arguments.rows))]

@@ -29,6 +29,7 @@ def config_of(arguments: Namespace) -> V41Config:
     config, command = V41Config.preset(arguments.preset), f"v41 bench {arguments.case}"
     asked = vars(arguments)  # a prompt has no rows that decode
     rows, context, most = asked.get("rows", []), asked.get("context", 0), config.max_position_embeddings
+    context = max(context) if isinstance(context, list) else context
     check_decode(f"{command} --rows", max(rows, default=0) if isinstance(rows, list) else rows, Buckets().whole)
     if context > most:
         raise ContextBeyondModel(f"{command} --context", context=context, most=most)

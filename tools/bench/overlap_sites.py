@@ -80,7 +80,7 @@ def run(model: V41ForCausalLM, arguments: Namespace, result: Record, started: fl
         timing.save(result, arguments.out)
         return bool(result["seconds"] > arguments.budget)
 
-    cases = prepare(model, arguments.rows, [], arguments.context)
+    cases = prepare(model, arguments.rows, [], [arguments.context])
     with ignored():
         step, report = step_of(model, cases[0].batch, cases[0].cache, arguments.rows, arguments.codegen)
     kinds, codegen = kinds_of(step, report), str(report.options["codegen"][0])

@@ -1,6 +1,7 @@
 """cases of `bench program`: the model, what its cache holds, the batch of each step, and the bytes no step can spare.
 
-    decode 16        16 requests, each with a context of about 4096 tokens, read one token more
+    decode 16        16 requests, each with a context of about 4096 tokens, read one token more; where there are several
+                     contexts, each has requests of its own, and the name says which: decode 16 of 131072
     prefill 8192     one request's first 8192 tokens, in one step
 
 The context is read once, by eager, and copied into every slot; last tokens differ, so rows pick differently. Of a long
@@ -12,7 +13,7 @@ would end a group of two, and the step before has left its own token as the grou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -43,10 +44,11 @@ class Case:
     plain: Batch
     cache: Cache
     parts: tuple[Batch, ...] = ()
+    context: int | None = None  # of each request, where cases differ in it
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.rows}"
+        return f"{self.kind} {self.rows}" + (f" of {self.context}" if self.context else "")
 
 
 def cut(config: V41Config) -> V41Config:
@@ -66,17 +68,17 @@ def cut(config: V41Config) -> V41Config:
 
 @torch.no_grad()
 def prepare(
-    model: V41ForCausalLM, decode: Sequence[int], prefill: Sequence[int], context: int, room: int = 0
+    model: V41ForCausalLM, decode: Sequence[int], prefill: Sequence[int], contexts: Sequence[int], room: int = 0
 ) -> list[Case]:
-    """The cases, the largest first, on one cache that holds what they read. `context` tokens at most, the last one read
-    by the step; the cache has room for so many more."""
+    """The cases, the largest first, on one cache that holds what they read. `contexts`: tokens at most, the last one
+    read by the step; the cache has room for so many more."""
     device, config = model.head.weight.device, model.config
-    slots = max([1, *decode])
-    cache = Cache.zeros(config, slots + 1, max([context, *prefill]) + room, device)
-    ids = token_ids(config, max([context, *prefill]) + slots)
-    start = (context - 1) // 2 * 2
-    shared, last = ids[:start], ids[-slots:]
-    for part in in_parts([Chunk(shared[:MOST_READ], 0, 0)]):
+    most, longest = max([1, *decode]), max(contexts)
+    slots = most * len(contexts)
+    cache = Cache.zeros(config, slots + 1, max([longest, *prefill]) + room, device)
+    ids = token_ids(config, max([longest, *prefill]) + most)
+    shared, last = ids[:MOST_READ][: even(longest)], ids[-most:]
+    for part in in_parts([Chunk(shared, 0, 0)]):
         model(build_batch(config, cache, part), cache)
     for kind, width in ((cache.entries, config.head_dim), (cache.index_keys, config.index_head_dim)):
         for source, records in kind.items():
@@ -84,12 +86,20 @@ def prepare(
     for records in tensors_of(cache):
         records[1:slots] = records[:1]
     cases = []
-    for rows in sorted(decode, reverse=True):
-        chunks = [Chunk([*shared, last[slot]], start, slot) for slot in range(rows)]
-        cases.append(case("decode", rows, chunks, config, cache))
+    for at, context in enumerate(sorted(contexts, reverse=True)):
+        start, slot = even(context), most * at
+        for rows in sorted(decode, reverse=True):
+            chunks = [Chunk([*ids[:start], last[i]], start, slot + i) for i in range(rows)]
+            named = context if len(contexts) > 1 else None
+            cases.append(replace(case("decode", rows, chunks, config, cache), context=named))
     for rows in sorted(prefill, reverse=True):
         cases.append(case("prefill", rows, [Chunk(ids[:rows], 0, slots)], config, cache))
     return cases
+
+
+def even(context: int) -> int:
+    """Where the last of `context` tokens stands, or the one before it."""
+    return (context - 1) // 2 * 2
 
 
 def lengthen(records: Tensor, count: int, codes: int) -> None:

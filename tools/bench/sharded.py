@@ -61,7 +61,7 @@ def measured(arguments: Namespace, device: str, share: Share, group: str) -> int
 
     config = config_of(arguments)
     model = random_model(config, 0, device, share).eval().requires_grad_(False)
-    cases = prepare(model, arguments.rows, [], arguments.context)
+    cases = prepare(model, arguments.rows, [], [arguments.context])
     result: Record = {
         **facts_of("sharded", arguments, config),
         "ranks": share.world, "context": arguments.context, "codegen": arguments.codegen,
