@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from v41.passes.analysis.effects import bases
 from v41.passes.analysis.happens_before import START_AT, Order
+from v41.passes.replay_seam import parted
 from v41.plan import END, START, Piece, Plan
 
 
@@ -86,12 +87,19 @@ class PlanFacts:
 
     @cached_property
     def streams(self) -> dict[str, tuple[int, ...]]:
-        """Value -> streams that its memory may have been allocated on: its maker's, and those of what it may share."""
+        """Value -> streams that its memory may have been allocated on: its maker's, those of what it may share, and of
+        what a piece that takes rows hands on in its stead where every row is kept."""
+        handed_on: dict[str, str] = {}
+        for _, piece in self.bodies():
+            if (apart := parted(piece.body)) is not None:
+                places = zip(piece.returns, apart.same, strict=True)
+                handed_on |= {name: piece.reads[place] for name, place in places if place is not None}
         found: dict[str, tuple[int, ...]] = {}
         for name, at in self.makings:
             own = 0 if at == START_AT else self.plan.pieces[at].stream
             buffer = self.plan.buffers.get(name)
-            shared = (stream for base in (buffer.views if buffer else ()) for stream in found.get(base, ()))
+            bases_of = (*(buffer.views if buffer else ()), *([handed_on[name]] if name in handed_on else ()))
+            shared = (stream for base in bases_of for stream in found.get(base, ()))
             found[name] = tuple(dict.fromkeys((own, *shared)))
         return found
 

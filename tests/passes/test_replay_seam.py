@@ -13,17 +13,20 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tests.passes.test_trim_replay import trimmed, trimmed_twice
+from tests.side_streams import SideStreams
 from tests.strategies.rows import CACHES, LOCAL, READS_BEFORE, WINDOW, WRITES, Program, programs, step
 from tests.strategies.rows import Step as Inputs
 from tests.strategies.tracing import trace
 from v41.passes import replay_seam
+from v41.passes.assign_streams import sites_of, with_sides
 from v41.passes.partition import partition
 from v41.passes.replay_seam import KIND, Parted, outline_seam, parted, rows_taken
 from v41.plan import Plan
-from v41.regions import regions
+from v41.regions import outline, regions
 from v41.runtime.all_kept import AllKept, fresh
 from v41.runtime.executor import eager_artifact, executor
 
+aten = torch.ops.aten
 ENOUGH = 99  # more last rows than any chunk here has
 SOME = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 6)), min_size=1, max_size=3)
 FIRST = ["norm", "window", "by request", "experts", "ring", "gelu"]
@@ -106,6 +109,38 @@ def test_one_row_left_out_is_enough_to_take() -> None:
     planned = Planned(trimmed(FIRST, 9)[1])
     check_equal(planned, step([(0, 10), (2, 4)], last=9))
     assert planned.taken == 1
+
+
+def read_late(x: Tensor, kept: Tensor, w: Tensor) -> Tensor:
+    """y is read behind the seam alone; z is late, too, and needs nothing that y went into."""
+    y = (x @ w).sin()
+    x = (x.exp() * 0.1).tanh().tanh()
+    y, x = y[kept], x[kept]
+    x, z = (x + y).sin().tanh(), (x @ w).sin()
+    return x.tanh().tanh() + z
+
+
+def test_what_a_seam_hands_on_goes_back_to_the_stream_that_it_came_from() -> None:
+    gm = trace(read_late, torch.ones(3, 4), torch.arange(3), static=(torch.ones(4, 4),))
+    taken = gm.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    outline_seam(gm, taken, taken[0].args[1][0], 3, {})  # type: ignore[index,arg-type]
+    for node in gm.graph.find_nodes(op="call_function", target=aten.tanh.default):
+        outline(gm, [node], kind="sublayer")
+    plan = partition(gm, cut_at=("sublayer", KIND), along="rows")
+    products = [site for site in sites_of(plan) if aten.mm.default in {node.target for node in site.cone.nodes}]
+    made = with_sides(plan, products)
+    assert [piece.stream for piece in made.pieces].count(1) == len(products) == 2
+    artifacts: dict[str, Any] = {piece.key: eager_artifact(piece.body) for piece in (*plan.pieces, *made.pieces)}
+    for key, (apart, body) in seams_of(made).items():
+        artifacts[key] = AllKept(apart.kept, apart.taken, apart.same, apart.reads, eager_artifact(body), None)
+    made_of = {"int": lambda: 3, "i64": lambda: torch.arange(3), "f32": lambda: torch.linspace(-1, 1, 12).view(3, 4)}
+    inputs, twins = (
+        [torch.eye(4) if plan.values[name] == "f32[4, 4]" else made_of[plan.values[name][:3]]() for name in plan.inputs]
+        for _ in range(2)
+    )
+    (wanted,) = executor(plan, artifacts)(inputs)
+    (found,) = SideStreams(made, artifacts, max).run(twins)  # side streams as early as they may
+    assert torch.equal(wanted, found)
 
 
 def test_a_decode_step_launches_no_gather() -> None:
