@@ -143,12 +143,14 @@ def _forgetting(owner: weakref.ref[PastGuards], watched: set[int]) -> Callable[[
 
 
 def route_of(seen: Seen, whole: Whole, args: tuple[Any, ...], leaves: Sequence[Tensor], result: Tensor) -> Route | None:
-    """How a later call finds the graph; None where an input that is copied is no leaf, or the result is another's."""
-    leaf_of = {(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype): i for i, leaf in enumerate(leaves)}
+    """How a later call finds the graph; None where an input that is copied is no leaf, the result is another's, or two
+    leaves are one: the graph may read it for both, and of a call where they are two nobody knows which it would."""
+    leaf_of = {_place(each): i for i, each in enumerate(leaves)}
+    if any(each.numel() and leaf_of[_place(each)] != i for i, each in enumerate(leaves)):
+        return None
 
     def leaf(place: int) -> int | None:
-        value = seen.inputs[place]
-        return leaf_of.get((value.data_ptr(), value.shape, value.stride(), value.dtype))
+        return leaf_of.get(_place(seen.inputs[place]))
 
     moving = [leaf(place) for place in whole.owner.moving]
     results = [i for i, value in enumerate(seen.results) if value is result]
@@ -164,6 +166,11 @@ def route_of(seen: Seen, whole: Whole, args: tuple[Any, ...], leaves: Sequence[T
         tuple((i, arg) for i, arg in enumerate(args) if i not in alive),
         results[0],
     )
+
+
+def _place(value: Tensor) -> tuple[object, ...]:
+    """What no two tensors that are not the same have in common, unless they are empty."""
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def reader(args: tuple[Any, ...]) -> Leaves:

@@ -225,6 +225,21 @@ def test_a_list_changed_in_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
             assert step(x, factors)[0] == factors[0]
 
 
+@pytest.mark.parametrize("twice", [lambda x: x, lambda x: x.detach()], ids=["one tensor", "one memory"])
+def test_two_that_were_one_are_seen(monkeypatch: pytest.MonkeyPatch, twice: Callable[[Tensor], Tensor]) -> None:
+    record_captures(monkeypatch)
+    torch.compiler.reset()
+    step = PastGuards(torch.compile(lambda pair: pair[0] * 2 + pair[1], backend="v41", fullgraph=True))
+    with torch.no_grad():
+        for two in (False, False, False, True, True, True, False):
+            x = torch.arange(4.0)
+            y = x + 5 if two else twice(x)
+            for tensor in (x, y):
+                mark_unbacked(tensor, 0, shape_id="rows")
+            assert torch.equal(step((x, y)), x * 2 + y)
+    assert step.routes, "two that are two have a graph"
+
+
 def test_routes_of_numbers_that_never_come_again_are_dropped(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(past_guards, "MOST", 2)
     for n in (1, 2, 4, 8):
