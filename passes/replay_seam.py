@@ -120,9 +120,10 @@ class Parted:
 
 def parted(body: GraphModule) -> Parted | None:
     """How a piece's body is told apart; None where it is not a region that takes rows, alone but for sizes."""
-    call = next(regions(body, KIND), None)
+    if (call := next(regions(body, KIND), None)) is None:
+        return None
     others = [node for node in body.graph.nodes if node.op == "call_function" and call not in (node, *node.args)]
-    if call is None or any(isinstance(node.meta.get("val"), Tensor) for node in others):
+    if any(isinstance(node.meta.get("val"), Tensor) for node in others):
         return None
     attrs = region_of(call).attrs
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from functools import cache
+from typing import cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -58,24 +59,34 @@ def viewed_args(node: Node) -> list[Node]:
     return list(_schema_args(node, writes=False))
 
 
-def _result_of(call: Node, index: int) -> list[Node]:
+Ends = dict[GraphModule, list[set[Node]]]  # body -> the bases of each of its results
+
+
+def _result_of(item: Node, known: Ends) -> list[Node]:
     """Whose memory one result of several may be: none's where the call makes each in memory of its own; the call itself
     stands for memory that several of its results may share."""
+    call, index = cast("tuple[Node, int]", item.args)
     if call.target is invoke_subgraph:
         body = body_of(call)
-        (results,) = body.graph.output_node().args
-        ends = [set(bases(each)) if isinstance(each, Node) else set() for each in results]  # type: ignore[union-attr]
-        mine = ends[index]
-        if any(mine & other for at, other in enumerate(ends) if at != index):
+        if body not in known:
+            (results,) = body.graph.output_node().args
+            known[body] = [set(bases(each, known)) if isinstance(each, Node) else set()
+                           for each in results]  # type: ignore[union-attr]  # fmt: skip
+        mine = known[body][index]
+        if any(mine & other for at, other in enumerate(known[body]) if at != index):
             return [call]
+        if not mine:
+            return []
         inner = body.graph.find_nodes(op="placeholder")
         return [arg for arg, name in zip(call.args[2:], inner, strict=True) if name in mine and isinstance(arg, Node)]
     fresh = isinstance(call.target, OpOverload) and not viewed_args(call)
     return [] if fresh else [call]
 
 
-def bases(node: Node) -> list[Node]:
-    """The nodes at the far end of `node`'s views: itself where it makes memory of its own."""
+def bases(node: Node, known: Ends | None = None) -> list[Node]:
+    """The nodes at the far end of `node`'s views: itself where it makes memory of its own. known: what calls for other
+    nodes found of bodies, while none of them changes."""
+    known = {} if known is None else known
     seen: dict[Node, None] = {}
     ends, stack = [], [node]
     while stack:
@@ -83,8 +94,10 @@ def bases(node: Node) -> list[Node]:
         if current in seen:
             continue
         seen[current] = None
-        several = current.op == "call_function" and current.target is operator.getitem
-        viewed = _result_of(*current.args) if several else viewed_args(current)  # type: ignore[arg-type]
+        if current.op == "call_function" and current.target is operator.getitem:
+            viewed = _result_of(current, known)
+        else:
+            viewed = viewed_args(current)
         stack.extend(viewed)
         if not viewed:
             ends.append(current)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
-from v41.passes.analysis.effects import bases
+from v41.passes.analysis.effects import Ends, bases
 from v41.passes.analysis.happens_before import START_AT, Order
 from v41.passes.replay_seam import parted
 from v41.plan import END, START, Piece, Plan
@@ -139,8 +139,9 @@ def views_in(body: GraphModule, reads: Sequence[str], returns: Sequence[str]) ->
     names: dict[Node, str] = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), reads, strict=True))
     (results,) = body.graph.output_node().args
     found: dict[str, tuple[str, ...]] = {}
+    known: Ends = {}
     for node, name in zip(results, returns, strict=True):  # type: ignore[arg-type]
-        ends = bases(node) if isinstance(node, Node) else []
+        ends = bases(node, known) if isinstance(node, Node) else []
         found[name] = tuple(dict.fromkeys(names[end] for end in ends if end in names))
         names |= {end: name for end in ends if end not in names}
     return found
