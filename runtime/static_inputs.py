@@ -9,6 +9,7 @@ are compared before every replay.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,8 +89,19 @@ def with_copies(inputs: Sequence[Any], places: Sequence[int], views: Sequence[Te
 
 
 def copies(results: Sequence[Any], rebuilt: Sequence[int] = ()) -> tuple[Any, ...]:
-    """Results that no replay overwrites. Those at `rebuilt` are handed to nobody: a copy would lose their layout."""
-    return tuple([
-        value.clone() if isinstance(value, Tensor) and place not in rebuilt else value
-        for place, value in enumerate(results)
-    ])  # fmt: skip
+    """Results that no replay overwrites; those that share memory share a copy of it. Those at `rebuilt` are handed to
+    nobody: a copy would lose their layout."""
+    places = [at for at, value in enumerate(results) if isinstance(value, Tensor) and at not in rebuilt]
+    memory = {at: results[at].untyped_storage().data_ptr() for at in places} if len(places) > 1 else {}
+    shared, whole = Counter(memory.values()), dict[int, torch.UntypedStorage]()
+    found = list(results)
+    for at in places:
+        value = results[at]
+        if memory and shared[memory[at]] > 1:
+            if memory[at] not in whole:
+                whole[memory[at]] = value.untyped_storage().clone()
+            empty = torch.empty(0, dtype=value.dtype, device=value.device)
+            found[at] = empty.set_(whole[memory[at]], value.storage_offset(), value.shape, value.stride())
+        else:
+            found[at] = value.clone()
+    return tuple(found)

@@ -24,6 +24,8 @@ from v41.model_def.cache import Cache
 from v41.model_def.generation import warm_up
 from v41.model_def.model import V41ForCausalLM
 from v41.options import parse
+from v41.runtime.capture import borrowed
+from v41.runtime.static_inputs import copies
 
 SLOTS, WIDTH, PAD = 6, 8, 6
 
@@ -219,3 +221,28 @@ def test_a_small_model_decodes_and_prefills_in_graphs(recorder: list[CpuGraphs])
     log = reports[0].captures
     assert len(reports) == 1 and log is not None and not log.errors and not log.dropped
     assert log.replays >= 4 and log.segment_replays >= 2 and log.captured[0].startswith("rows=2 ")
+
+
+def test_results_that_share_memory_share_it_in_every_step(recorder: list[CpuGraphs]) -> None:
+    """Whoever writes one of them finds that in the other, as in eager: uncaptured, captured and replayed."""
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.sin()
+        return y, y[:, 1:].t(), x.cos()
+
+    compiled = torch.compile(step, backend="v41", fullgraph=True)
+    for _ in range(4):
+        x = torch.randn(4, WIDTH)
+        mark_unbacked(x, 0, shape_id="rows")
+        for results in (compiled(x), step(x)):
+            results[0].add_(1)
+            assert torch.equal(results[1], x.sin()[:, 1:].t() + 1) and torch.equal(results[2], x.cos())
+    assert [graph.replays for graph in recorder[0].graphs] == [3]
+
+
+def test_copies_tell_what_shares_memory_by_where_it_lies() -> None:
+    """A graph's results are tensors without ownership, each with a storage of its own."""
+    y = torch.randn(3, 4)
+    made = copies(borrowed((y, y[1:], y.sin(), 7)))
+    made[0].zero_()
+    assert made[1].eq(0).all() and made[2].ne(0).all() and y.ne(0).all() and made[3] == 7
