@@ -52,6 +52,10 @@ class Graphs(Protocol):
     ) -> tuple[Graph, tuple[Any, ...]]:
         """Records `run` on buffers like `borders`. What it raises goes through; nothing was executed then."""
 
+    def follow(self) -> None:
+        """What the current stream gets next comes after all steps before: they share buffers, whichever stream ran
+        them."""
+
     def capturing(self) -> bool:
         """Whether the caller records a graph of its own just now: then nothing may be captured or replayed."""
 
@@ -81,6 +85,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.stream = torch.cuda.Stream(device, priority=FIRST) if stream is None else stream
+        self.latest: torch.cuda.Stream | None = None  # that ran a step
         self.pool = torch.cuda.graph_pool_handle()
         self.pools = [self.pool]
 
@@ -109,6 +114,12 @@ class CudaGraphs:
                 raise
             graph.capture_end()
         return CudaGraph(graph, borrowed(buffers), borrowed(results)), results
+
+    def follow(self) -> None:
+        current = torch.cuda.current_stream(self.stream.device)
+        if self.latest is not None and self.latest != current:
+            current.wait_stream(self.latest)
+        self.latest = current
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

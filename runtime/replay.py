@@ -54,10 +54,11 @@ WATCHER: ContextVar[list[Seen] | None] = ContextVar("v41_replay_watcher", defaul
 
 
 class Turn:
-    """Whose turn it is: one thread at a time, which can ask whether it has it already."""
+    """Whose turn it is: one thread at a time, which can ask whether it has it already, and whose stream `follow` puts
+    behind those of the turns before."""
 
-    def __init__(self) -> None:
-        self.lock, self.thread = Lock(), -1
+    def __init__(self, follow: Callable[[], None]) -> None:
+        self.lock, self.thread, self.follow = Lock(), -1, follow
 
     def is_mine(self) -> bool:
         return self.thread == get_ident()
@@ -65,6 +66,11 @@ class Turn:
     def __enter__(self) -> None:
         self.lock.acquire()
         self.thread = get_ident()
+        try:
+            self.follow()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.thread = -1
@@ -105,7 +111,7 @@ class Replayer:
         self.pools = {size: graphs.apart() if i else graphs for i, size in enumerate(self.of_segments)}
         self.rungs: dict[tuple[str, int], Rung] = {}
         self.chains: dict[tuple[tuple[str, int], ...], Chain] = {}
-        self.turn = Turn()
+        self.turn = Turn(graphs.follow)
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         start = time.perf_counter_ns()

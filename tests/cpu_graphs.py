@@ -78,8 +78,11 @@ class CpuGraphs:
     def __init__(self, graphs: list[CpuGraph] | None = None) -> None:
         self.graphs: list[CpuGraph] = [] if graphs is None else graphs
         self.pool: list[tuple[CpuGraph, Tensor, weakref.ref[Tensor] | None]] = []
-        self.warm_ups = 0
+        self.warm_ups = self.followed = 0
         self.around = False  # whether the caller captures
+
+    def follow(self) -> None:
+        self.followed += 1
 
     def capturing(self) -> bool:
         return self.around

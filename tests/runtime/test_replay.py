@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.cpu_graphs import CpuGraphs
 from v41.plan import Piece, Plan
 from v41.report import Captures
 from v41.runtime import chain, replay
+from v41.runtime.capture import CudaGraphs
 from v41.runtime.executor import executor
 from v41.runtime.replay import Replayer
 from v41.runtime.segments import segments
@@ -234,6 +236,51 @@ def test_nothing_is_captured_or_replayed_while_the_caller_captures() -> None:
         pair.step(2, 1)
     assert len(pair.log.captured) == pair.log.replays == pair.log.warm_ups == 1
     assert pair.log.uncaptured == {"the caller captures a graph around it": 3}
+
+
+class Stream:
+    """Of a GPU, as far as it waits for others."""
+
+    def __init__(self) -> None:
+        self.waited: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+
+def test_a_step_on_another_stream_waits_for_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps share the buffers of their graphs, so two streams of the caller's must not run them at once."""
+    a, b = Stream(), Stream()
+    graphs = CudaGraphs.__new__(CudaGraphs)
+    graphs.stream, graphs.latest = SimpleNamespace(device=torch.device("cpu")), None  # type: ignore[assignment]
+    for current in (a, a, b, b, a):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
+        graphs.follow()
+    assert (a.waited, b.waited) == ([b], [a])
+
+
+@torch.no_grad()
+def test_every_step_that_has_the_turn_follows_and_one_that_cannot_gives_it_back() -> None:
+    pair, failing = Pair(), False
+
+    def follow() -> None:
+        pair.graphs.followed += 1
+        if failing:
+            raise RuntimeError("no stream")
+
+    pair.captured.turn.follow = follow
+    for _ in range(3):  # uncaptured, captured, replayed
+        pair.step(2, 1)
+    assert pair.graphs.followed == 3
+    failing = True
+    with pytest.raises(RuntimeError, match="no stream"):
+        pair.step(2, 1)
+    failing = False
+    pair.step(2, 1)
+    assert pair.graphs.followed == 5
+    pair.graphs.around = True
+    pair.step(2, 1)
+    assert pair.graphs.followed == 5
 
 
 @torch.no_grad()
