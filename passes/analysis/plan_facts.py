@@ -90,7 +90,8 @@ class PlanFacts:
         """Value -> streams that its memory may have been allocated on: its maker's, those of what it may share, and of
         what a piece that takes rows hands on in its stead where every row is kept."""
         handed_on: dict[str, str] = {}
-        for _, piece in self.bodies():
+        several = any(piece.stream for piece in self.plan.pieces)  # else all is from the caller's
+        for _, piece in self.bodies() if several else ():
             if (apart := parted(piece.body)) is not None:
                 places = zip(piece.returns, apart.same, strict=True)
                 handed_on |= {name: piece.reads[place] for name, place in places if place is not None}
