@@ -80,8 +80,8 @@ class CudaGraphs:
     """CUDA graphs of one device, captured on one stream into one pool.
 
     The stream is of high priority, which its kernels keep in the graph: those of side streams, which are of the default
-    priority, take the multiprocessors that are left over (up to 128 rows decode steps were up to 51 µs shorter so, and
-    none more than 1 µs longer: overlap-cut-*.json, where that way is called yields).
+    priority, take the multiprocessors that are left over (up to 128 rows decode steps were up to 50 µs shorter so, and
+    none more than 1.1 longer: overlap-cut-*.json, where that way is called yields).
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
