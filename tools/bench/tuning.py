@@ -4,8 +4,8 @@
 
 A worker compiles its share by launching it once: Triton's cache on disk then holds every schedule when the timing
 process asks. Pairs take turns, so that none is left without rivals where time is short; those that differ in rows
-alone share what is compiled. The schedule by reckoning is the first of each pair; of two launches each is timed alone,
-too, and both one after the other where the second comes up early.
+alone share what is compiled. The schedule by reckoning is the first of each pair. Of it and of the fastest each launch
+is timed alone, too, and both one after the other where the second comes up early.
 """
 
 from __future__ import annotations
@@ -85,10 +85,16 @@ def tune(pairs: Sequence[Pair], workers: int, deadline: float) -> Iterator[Recor
     for name, rows in dict.fromkeys(pairs):
         mine = [each for each in todo if (each.case, each.rows) == (name, rows)]
         sets = input_sets(CASES[name], rows)
+        records: list[Record] = []
         for each in mine:
             record = {"case": name, "rows": rows, "schedule": str(each.schedule), "reckoned": each.reckoned}
             found = facts.get((each.case, each.schedule), {"failed": "not compiled in time"})
-            yield record | _timed(each, mine[0], sets, found, deadline)
+            records.append(record | _timed(each, mine[0], sets, found, deadline))
+        fastest = min((record["us"] for record in records if "us" in record), default=None)
+        for record, each in zip(records, mine, strict=True):
+            if "us" in record and (each.reckoned or record["us"] == fastest):
+                record |= _by_launch(each, sets)
+        yield from records
 
 
 def in_turns(todo: Sequence[Candidate]) -> list[Candidate]:
@@ -146,15 +152,21 @@ def _timed(each: Candidate, reckoned: Candidate, sets: Sequence[Any], facts: Rec
         found = kernel.launch(*sets[0], schedule=schedule)
         expected = kernel.launch(*sets[0], schedule=reckoned.schedule)
         us = timing.microseconds(lambda *given: kernel.launch(*given, schedule=schedule), sets)
-        launched = timing.kernels(lambda: kernel.launch(*sets[0], schedule=schedule))
-        record = {"us": round(us, 2), "each_us": [round(each_us, 2) for _, each_us in launched],
-                  "same_bits": all(map(torch.equal, found, expected))}  # fmt: skip
-        if kernel.prepare(sets[0], schedule).late.get("launch_pdl"):
-            behind: Callable[..., Any] = lambda *given: kernel.run(in_turn(kernel.prepare(given, schedule)))
-            record["in_turn_us"] = round(timing.microseconds(behind, sets), 2)
-        return record | facts
+        return {"us": round(us, 2), "same_bits": all(map(torch.equal, found, expected))} | facts
     except Exception as error:
         return facts | {"failed": f"{type(error).__name__}: {str(error)[:120]}"}
+
+
+@torch.no_grad()
+def _by_launch(each: Candidate, sets: Sequence[Any]) -> Record:
+    """µs of each launch of a candidate alone, and of all in turn where the second comes up early."""
+    kernel, schedule = kernel_of(each.case), each.schedule
+    launched = timing.kernels(lambda: kernel.launch(*sets[0], schedule=schedule))
+    record: Record = {"each_us": [round(each_us, 2) for _, each_us in launched]}
+    if kernel.prepare(sets[0], schedule).late.get("launch_pdl"):
+        behind: Callable[..., Any] = lambda *given: kernel.run(in_turn(kernel.prepare(given, schedule)))
+        record["in_turn_us"] = round(timing.microseconds(behind, sets), 2)
+    return record
 
 
 def in_turn(call: Call) -> Call:

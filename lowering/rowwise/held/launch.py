@@ -16,6 +16,7 @@ SHORT = 128  # elements that a program should have at least, of several rows whe
 A_THREAD = 8, 32  # elements of a row, at least, and at most where a program has more than USUAL warps
 USUAL, MOST_WARPS = 8, 16  # of a program: 8 were the fastest for rows of 2,304 to 20,480, at 1 to 4,096 of them
 GROUPS = (1, 2, 4, 16)  # runs of a product's terms, that are tried
+SMALL_TILE = 32  # rows, up to which more than three stages were ever faster
 PROGRAMS = 64, 2048  # of a first launch that is tried, at least and at most
 FEW = 64  # rows, up to which a row's second launch has the chip to itself: four warps were the fastest at each
 
@@ -35,11 +36,13 @@ class Spread:
     late: int = 4
 
 
-FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1, 16 and 64, all terms of a run in flight; warps are
-    # those of wgmma, whose order of sums all share
+FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1, 16, 64 and 418, all terms of a run in flight; to
+    # 2,048 rows as many runs a program as leave two programs to a multiprocessor; warps are those of wgmma, whose
+    # order of sums all share
     (16, Spread(1, 4, 16, 64, 1, 6, split=True)),
     (64, Spread(1, 4, 32, 64, 1, 5, split=True)),
-    (256, Spread(1, 4, 64, 64, 2, 3, split=True)),
+    (768, Spread(1, 4, 64, 64, 2, 3, split=True)),
+    (2048, Spread(1, 4, 64, 64, 4, 3, split=True)),
     (1 << 62, Spread(1, 4, 128, 64, 16, 3, split=True)),
 )
 
@@ -71,7 +74,8 @@ class HeldKernel(Kernel):
             return []
         tiles = [tile for tile in (16, 32, 64, 128) if min(rows, 256) // 8 <= tile <= max(16, 2 * rows)]
         ways = [Spread(1, warps, tile, columns, group, stages, True, late)
-                for tile in tiles for columns in (64, 128) for group in GROUPS for stages in (3, 5)
+                for tile in tiles for columns in (64, 128) for group in GROUPS
+                for stages in ((3, 5) if tile <= SMALL_TILE else (3,))
                 for warps in ((4, 8) if tile * columns > 1 << 12 else (4,))
                 for late in ((4,) if rows <= FEW else (1, 4))
                 if tile * columns < 1 << 14 and self._fills(-(-rows // tile), columns, group)]  # fmt: skip
