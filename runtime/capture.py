@@ -117,6 +117,8 @@ class CudaGraphs:
         return CudaGraph(graph, borrowed(buffers), borrowed(results)), results
 
     def follow(self) -> None:
+        if self.capturing():  # no graph may wait for what is outside of it, and no step of ours runs there
+            return
         current = torch.cuda.current_stream(self.stream.device)
         if self.latest is not None and self.latest != current:
             current.wait_stream(self.latest)

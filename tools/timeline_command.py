@@ -17,7 +17,7 @@ from rich.console import Console
 
 from v41.errors import PresetsAlone, UnusedOption
 from v41.model_def.buckets import Buckets
-from v41.model_def.config import V41Config
+from v41.model_def.config import PRESETS, V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.overlap import ROWS, lanes_of
 from v41.plan import Plan
@@ -72,7 +72,8 @@ def config_to_measure(arguments: Namespace) -> V41Config:
     """Of the preset that is to run. NeedsModel for a saved run of one, PresetsAlone for other models."""
     saved = is_run(arguments.model)
     source = load(Path(arguments.model)).source if saved else arguments.model
-    if (saved and not source.startswith("preset ")) or " ranks" in source or ":" in source or os.path.isdir(source):
+    folder = source not in PRESETS and os.path.isdir(source)
+    if (saved and not source.startswith("preset ")) or " ranks" in source or ":" in source or folder:
         raise PresetsAlone("v41 timeline", source=source)
     if saved:
         raise needs_model(arguments.model, "--measure runs it", "v41 timeline {} --measure")

@@ -253,10 +253,22 @@ def test_a_step_on_another_stream_waits_for_the_steps_before(monkeypatch: pytest
     a, b = Stream(), Stream()
     graphs = CudaGraphs.__new__(CudaGraphs)
     graphs.stream, graphs.latest = SimpleNamespace(device=torch.device("cpu")), None  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for current in (a, a, b, b, a):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
         graphs.follow()
     assert (a.waited, b.waited) == ([b], [a])
+
+
+def test_a_graph_of_the_callers_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA breaks off a capture that is to wait for what is not in it; and what it records runs only later."""
+    a, b = Stream(), Stream()
+    graphs = CudaGraphs.__new__(CudaGraphs)
+    graphs.stream, graphs.latest = SimpleNamespace(device=torch.device("cpu")), a  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: b)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    graphs.follow()
+    assert b.waited == [] and graphs.latest is a
 
 
 @torch.no_grad()

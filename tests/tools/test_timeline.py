@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from v41.tools.predicted import Predicted, predicted, with_times
 from v41.tools.run import Run
 from v41.tools.run_folder import load, save
 from v41.tools.timeline import Slot, beside, length, schedule, schedule_table, trace
-from v41.tools.timeline_command import show
+from v41.tools.timeline_command import config_to_measure, show
 from v41.tools.why_not import times_lines
 
 PIECES = "critical: x -> s h,", "cone@1: s -> pre,", "attend: h -> y,", "mix: s y pre -> out,"
@@ -225,6 +226,12 @@ def test_only_a_preset_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture
     for model in ("small_models:balanced", str(tmp_path)):
         assert main(["timeline", model, "--measure"]) == 2
         assert f"and this is {model}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_name_of_a_preset_is_that_whatever_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert config_to_measure(Namespace(model="tiny", layers=1)).num_hidden_layers == 1
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
