@@ -7,7 +7,7 @@
                                (or in a second launch: STEP)
 
 So a sum has the same bits however rows, columns and runs are spread. Tensor cores cut what they add, which a block is
-too short to show.
+too short to show. Several runs are one loop to Triton (flatten), or each would wait for its first blocks anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def front_lines(lines: Lines, kept: Kept, names: Names, order: list[Expr]) -> No
               "begin = (tl.program_id(1) % across) * COLUMNS",
               "part = tl.program_id(1) // across",
               "total = tl.zeros([COLUMNS, TILE], tl.float32)",
-              "for outer in range(GROUP):")  # fmt: skip
+              "for outer in tl.range(GROUP, flatten=GROUP > 1):")  # fmt: skip
     lines.indent += 1
     lines.say("sums = tl.zeros([COLUMNS, TILE], tl.float32)",
               f"for inner in tl.range({run}, num_stages=STAGES):")  # fmt: skip

@@ -16,6 +16,7 @@ SHORT = 128  # elements that a program should have at least, of several rows whe
 A_THREAD = 8, 32  # elements of a row, at least, and at most where a program has more than USUAL warps
 USUAL, MOST_WARPS = 8, 16  # of a program: 8 were the fastest for rows of 2,304 to 20,480, at 1 to 4,096 of them
 GROUPS = (1, 2, 4, 16)  # runs of a product's terms, that are tried
+A_WARP = 2048  # results of a product, at most, or its sums do not fit the registers
 SMALL_TILE = 32  # rows, up to which more than three stages were ever faster
 PROGRAMS = 64, 2048  # of a first launch that is tried, at least and at most
 FEW = 64  # rows, up to which a row's second launch has the chip to itself: four warps were the fastest at each
@@ -78,7 +79,7 @@ class HeldKernel(Kernel):
                 for stages in ((3, 5) if tile <= SMALL_TILE else (3,))
                 for warps in ((4, 8) if tile * columns > 1 << 12 else (4,))
                 for late in ((4,) if rows <= FEW else (1, 4))
-                if tile * columns < 1 << 14 and self._fills(-(-rows // tile), columns, group)]  # fmt: skip
+                if tile * columns <= warps * A_WARP and self._fills(-(-rows // tile), columns, group)]  # fmt: skip
         return list(dict.fromkeys([self.schedule_for(rows, device), *ways]))
 
     def _fills(self, tiles: int, columns: int, group: int) -> bool:
