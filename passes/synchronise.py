@@ -6,8 +6,9 @@
 
 Who waits for whom follows from what pieces read, write and share (plan_facts). A wait that other waits make needless is
 left out, so each event is one that the plan cannot do without. A value is freed behind its last reader, or later: not
-before the next piece on the stream that allocated it has to wait for all who use it. A value that may share memory with
-others may also have its own, so each is freed as if it had.
+before the stream that allocated it has been told to wait for all who use it. For between two pieces whoever else works
+on that stream, another thread of the host, may be given its memory. A value that may share memory with others may also
+have its own, so each is freed as if it had.
 """
 
 from __future__ import annotations
@@ -68,12 +69,13 @@ def _frees(facts: PlanFacts) -> dict[int, tuple[str, ...]]:
 
 
 def _unused_from(facts: PlanFacts, name: str, at: int) -> int:
-    """The first position from `at` on behind which no stream that may have allocated it takes it for something else
-    while it is used."""
+    """The first position from `at` on behind which each stream that may have allocated it has been told to wait for all
+    who use it; the last where there is none, since all streams wait for a step's end."""
 
-    def in_use(again: int) -> bool:
-        return not all(facts.order.before(use, again) for use in facts.users[name])
+    def in_use(at: int) -> bool:
+        done = [facts.order.told(stream, at) for stream in facts.streams[name]]
+        return any(not past >> (use + 1) & 1 for past in done for use in facts.users[name])
 
-    while early := [again for again in facts.given_out(name, at) if in_use(again)]:
-        at = min(early)
+    while at < facts.end - 1 and in_use(at):
+        at += 1
     return at

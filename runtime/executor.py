@@ -133,24 +133,25 @@ def source(inputs: Sequence[str], steps: Sequence[Step], outputs: Sequence[objec
 
 
 def source_with_streams(plan: Plan) -> str:
-    """The same for a plan with side streams; `begin` makes a Flight."""
+    """The same for a plan with side streams; `begin` makes a Flight. What a piece frees goes when the waits behind it
+    are issued: a stream that still has to be told to wait must not be given its memory, by whichever thread."""
     marks = {after: i for i, after in enumerate(dict.fromkeys(event.after for event in plan.events))}
     waits: dict[str, list[str]] = {}
     for event in plan.events:
         waits.setdefault(event.before, []).append(f"flight.wait({marks[event.after]})")
     lines = [f"flight.mark({marks[START]})"] if START in marks else []
-    current = 0
+    current, dead = 0, tuple[str, ...]()
     for piece in plan.pieces:
         lines += [f"flight.switch({piece.stream})"] if piece.stream != current else []
-        lines += [*waits.get(piece.name, []), _call(piece)]
+        lines += [*waits.get(piece.name, []), *_del(dead), _call(piece)]
         lines += [f"flight.mark({marks[piece.name]})"] if piece.name in marks else []
-        lines += _del(piece.frees)
-        current = piece.stream
+        current, dead = piece.stream, piece.frees
     lines += ["flight.switch(0)"] if current else []
     lines += waits.get(END, [])
     body = ["flight = begin()", "try:", *indented(lines), "except BaseException:", "    flight.abandon()", "    raise"]
     head = _head(plan.inputs, plan.pieces, plan.outputs)
-    return "\n".join(["def run(inputs):", *indented([*head, *body, "flight.end()", _return(plan.outputs)])])
+    tail = ["flight.end()", *_del(dead), _return(plan.outputs)]
+    return "\n".join(["def run(inputs):", *indented([*head, *body, *tail])])
 
 
 def events_of(plan: Plan) -> int:

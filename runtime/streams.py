@@ -4,16 +4,18 @@
     flight.mark(0)           event 0, behind what the current stream has got so far
     flight.switch(1)         what follows is issued to side stream 1
     flight.wait(0)           ... which goes on once event 0 is past
-    flight.end()             back on the caller's stream; the plan has waited for all others by then
+    flight.end()             back on the caller's stream, which has waited for all others by then, and they for it
 
 The plan's function makes these calls (executor.py), captured or not: under a capture the side streams become branches
 of the graph. Each step that is on its way has events of its own, so two threads, or a step within a step, cannot
 re-record what the other waits for. What side streams use is kept by the references of that function, which drops them
-where the plan frees them: nothing is told to the allocator.
+where the plan frees them, and the last behind `end`: nothing is told to the allocator. It may give them out at once to
+anyone on the stream that they came from, which by then waits for all who used them.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -74,13 +76,23 @@ class CudaFlight:
 
     def end(self) -> None:
         torch.cuda.set_stream(self.streams[0])
+        self._let_go()
         self.lanes.free.append(self.events)
 
     def abandon(self) -> None:
         home, *sides = self.streams
         torch.cuda.set_stream(home)
         for side in sides:  # its events are not used again: which were recorded nobody knows
-            home.wait_stream(side)
+            with suppress(RuntimeError):  # of a capture that has not branched there: what was raised says more
+                home.wait_stream(side)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """What side streams get next comes behind all of this step, whose last values are freed now."""
+        home, *sides = self.streams
+        if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own, and its branches have ended
+            for side in sides:
+                side.wait_stream(home)
 
 
 def distinct_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:

@@ -43,10 +43,19 @@ class Order:
     def __init__(self, plan: Plan) -> None:
         self.index = {START: START_AT, **{piece.name: i for i, piece in enumerate(plan.pieces)}, END: len(plan.pieces)}
         self._past = _pasts(plan, self.index)
+        self._streams = (0, *(piece.stream for piece in plan.pieces), 0)
 
     def before(self, first: int, second: int) -> bool:
         """Whether all of `first` is done when `second` begins, on any GPU at any speed."""
         return bool(self._past[second + 1] >> (first + 1) & 1)
+
+    def told(self, stream: int, at: int) -> int:
+        """What anything that `stream` is given behind position `at`, when the waits ahead of the next position are
+        issued, begins after, as bits from START_AT on."""
+        if self._streams[at + 2] == stream:
+            return self._past[at + 2]
+        last = next((i for i in range(at + 1, -1, -1) if self._streams[i] == stream), None)
+        return 0 if last is None else self._past[last] | 1 << last
 
 
 def _pasts(plan: Plan, index: dict[str, int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -10,13 +11,14 @@ from hypothesis import strategies as st
 
 from tests.invariants import check_fired_share
 from tests.passes.test_check_plan import CHEAP, accepted, depends_on_timing
-from tests.strategies.plans import plan, plans
+from tests.strategies.plans import piece, plan, plans
 from v41.passes import synchronise as module
-from v41.passes.analysis.happens_before import START_AT, races
+from v41.passes.analysis.happens_before import START_AT, freed_in_use, races
 from v41.passes.analysis.plan_facts import PlanFacts
 from v41.passes.check_plan import check_plan
 from v41.passes.synchronise import synchronise
 from v41.plan import END, START, Event, Plan
+from v41.runtime.executor import source_with_streams
 
 CONES = plan(
     "x cache", "out", "critical: x -> s h,", "cone@1: s -> pre,", "attend: h cache* -> y,", "mix: s y pre -> out,"
@@ -28,12 +30,30 @@ def check_synchronised(drawn: Plan) -> Plan:
     made = synchronise(drawn)
     assert [(piece.name, piece.stream) for piece in made.pieces] == [(p.name, p.stream) for p in drawn.pieces]
     check_plan(made)
-    assert races(PlanFacts(made)) == []
+    assert races(PlanFacts(made)) == [] and given_too_early(made) == []
     for event in made.events:
         fewer = replace(made, events=tuple(each for each in made.events if each is not event))
         found = races(PlanFacts(fewer))
         assert found and all(race.first != race.second for race in found), event
     return made
+
+
+def with_another(made: Plan, at: int, stream: int) -> Plan:
+    """`made` with what another thread launches on `stream` behind position `at`, when the next piece's waits are
+    issued."""
+    behind = made.pieces[at + 1]
+    events = made.events
+    if behind.stream == stream:
+        events = tuple(replace(each, before="other") if each.before == behind.name else each for each in events)
+    pieces = (*made.pieces[: at + 1], piece(f"other@{stream}: ->"), *made.pieces[at + 1 :])
+    return replace(made, pieces=pieces, events=events)
+
+
+def given_too_early(made: Plan) -> list[str]:
+    """What another thread may be given in the middle of a step while a piece uses it."""
+    places = product(range(len(made.pieces) - 1), {0, *(each.stream for each in made.pieces)})
+    meant = [PlanFacts(with_another(made, at, stream)) for at, stream in places]
+    return [why for facts in meant for _, again, why in freed_in_use(facts) if facts.name(again) == "other"]
 
 
 def on_stream(drawn: Plan, stream: int) -> Plan:
@@ -58,6 +78,18 @@ def test_it_is_freed_there_though_another_value_may_be_in_its_memory_and_is_held
     pieces = "a: x -> s t,", "cone@1: s -> pre,", "b: t -> y,", "c: t y -> z,", "mix: z t pre -> out,"
     made = check_synchronised(plan("x", "out", *pieces, views=["t s"]))
     assert [piece.frees for piece in made.pieces] == [("x",), (), (), ("s", "y"), ("t", "pre", "z")]
+
+
+def test_another_thread_is_given_nothing_that_is_in_use() -> None:
+    """Behind cone, which reads h, the caller's stream has not been told to wait for it; before mix it has."""
+    made = check_synchronised(plan("x", "out", "a: x -> h s,", "cone@1: h -> pre,", "mix: s pre -> out,"))
+    assert [each.frees for each in made.pieces] == [("x",), ("h",), ("s", "pre")]
+    lines = source_with_streams(made).split("flight.switch(0)")
+    assert ["del h" in each for each in lines] == [False, True]
+    waits, gone, used, ended, last = map(lines[1].index, ("flight.wait(1)", "del h", "mix(", "flight.end()", "del s"))
+    assert waits < gone < used < ended < last
+    made = check_synchronised(plan("x", "out", "a: x -> h s,", "b@1: h -> y,", "c@2: s -> z,", "mix: y z -> out,"))
+    assert [each.frees for each in made.pieces] == [("x",), (), ("h", "s"), ("y", "z")]
 
 
 def test_a_side_stream_that_nobody_reads_is_joined_at_the_end() -> None:
