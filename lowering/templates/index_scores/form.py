@@ -9,18 +9,20 @@ a mask, or among blocks of candidates by a list. What a region may say beyond th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, ops
 from torch.fx import Node
 
+from v41._compat import known_equal
 from v41.lowering.templates import lone
 from v41.lowering.templates.lone import NotTaken
 from v41.lowering.templates.topk import MOST
-from v41.regions import region_of
+from v41.regions import body_of, region_of
 
 KIND = "index_scores"
 WIDTHS = (32, 64, 128)  # records of 17 times 1, 2 or 4 bytes, one of them scales: neither is read across another
@@ -115,12 +117,41 @@ TYPES = {  # of each operand
     "candidates": (torch.bool,),
     "candidate_blocks": (torch.int64,),
 }
+AXES = {"cache": 3, "rows": 2, "slots": 1, "blocks": 1, "candidates": 2, "candidate_blocks": 2}  # sizes are read there
+SAME = (ops.aten.view.default, ops.aten._unsafe_view.default, ops.aten.unsqueeze.default)  # numbers in the same order
 FREE = {"cache": 0, "rows": 2, "candidates": 2, "candidate_blocks": 2}  # how many first sizes may be symbols; else one
 
 
 def roles_of(call: Node) -> dict[Node, str]:
     """The placeholders that the kernel reads, by what they are to the region."""
-    return lone.roles_of(call, TYPES, lambda role, value: _lies_dense(value, FREE.get(role, 1)))
+    found = lone.roles_of(call, TYPES, lambda role, value: _lies_dense(value, FREE.get(role, 1)))
+    heads = region_of(call).attrs["heads"] * region_of(call).attrs["width"]
+    for node, role in found.items():
+        value: Tensor = node.meta["val"]
+        if value.ndim != AXES.get(role, value.ndim):
+            raise NotTaken(node, f"is {role} of {value.ndim} axes")
+        if role == "queries" and not known_equal(math.prod(value.shape[1:]), heads):
+            raise NotTaken(node, "is queries of no row an index")
+    other = _counts_slots(call)
+    if other is not None:
+        raise NotTaken(other, "takes slots that it computes")
+    return found
+
+
+def _counts_slots(call: Node) -> Node | None:
+    """What makes other numbers of the slots before they index the cache, for the kernel reads them as they come. Those
+    of requests are taken by row where each row is a request of its own."""
+    given = body_of(call).graph.find_nodes(op="placeholder")
+    fresh = [node for node, role in zip(given, region_of(call).attrs["operands"], strict=True) if role == "slots"]
+    while fresh:
+        slots = fresh.pop()
+        for user in slots.users:
+            taken = user.target is ops.aten.index.Tensor
+            if user.target in SAME or (taken and user.args[0] is slots):
+                fresh.append(user)
+            elif not taken:
+                return user
+    return None
 
 
 def _lies_dense(value: Tensor, free: int) -> bool:
