@@ -29,7 +29,7 @@ from v41.passes.analysis.algebra import Expr, expression
 from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.sizes import symbols_in
 from v41.passes.matching import fake, shape
-from v41.passes.replay_rows import TAKES_ROWS, LateRows, indices, row_numbers
+from v41.passes.replay_rows import SIZES_AT, TAKES_ROWS, LateRows, indices, is_number, row_numbers
 from v41.regions import body_of, invoke_subgraph
 
 aten, prims = ops.aten, ops.prims
@@ -112,7 +112,7 @@ class Editor:
             return replaced.get(arg) or (arg if arg is whole else self._late(arg))
 
         self._before = node
-        args, kwargs = map_arg((node.args, node.kwargs), operand)
+        args, kwargs = self._arguments(node, operand)
         if node.target is invoke_subgraph:
             args = (self._body(node), f"{args[1]} of kept rows", *args[2:])
         before, node.args, node.kwargs = node.all_input_nodes, args, kwargs
@@ -121,6 +121,16 @@ class Editor:
                 self.graph.erase_node(each)
         if not self.rows.compacts(node):
             node.meta["val"] = self.resize(node.meta.get("val"))
+
+    def _arguments(self, node: Node, operand: Callable[[Node], Node]) -> tuple[Any, Any]:
+        """Those of `node`, with other operands: of numbers, those that are sizes of its result."""
+
+        def other(arg: Node) -> Node:
+            return arg if is_number(arg) else operand(arg)
+
+        at = range(len(node.args)) if node.target is invoke_subgraph else [SIZES_AT.get(node.target)]
+        args = tuple(map_arg(arg, operand if i in at else other) for i, arg in enumerate(node.args))
+        return args, map_arg(node.kwargs, other)
 
     def _indices(self, node: Node) -> Iterator[tuple[Node, Node]]:
         """Indices of `node` that are numbers of rows, and what they are among kept rows."""
@@ -155,7 +165,8 @@ class Editor:
         """What early nodes have too: another one, in front of the late node that reads it first."""
         if node not in self._constants:
             with self.graph.inserting_before(self._before):
-                made = self._constants[node] = self.graph.node_copy(node, self._late)
+                made = self._constants[node] = self.graph.node_copy(node, lambda arg: arg)
+                made.args, made.kwargs = self._arguments(node, self._late)
             made.meta["val"] = self.resize(node.meta["val"])
             self.late[made] = None
         return self._constants[node]

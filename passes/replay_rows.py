@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from torch import SymInt, ops
+from torch import SymBool, SymFloat, SymInt, ops
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
 from v41._compat import shape_ids, size_with, symbols_of
 from v41.passes.analysis.algebra import expression
@@ -36,6 +36,11 @@ aten, prims = ops.aten, ops.prims
 TAKES_ROWS = (aten.index.Tensor, aten.index_select.default)
 PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
+REGROUPS = (aten.view.default, aten._unsafe_view.default)
+CUTS = (aten.slice.Tensor, aten.select.int)
+SIZES_AT: dict[object, int] = {  # which argument says how large the result is
+    **dict.fromkeys((*REGROUPS, aten.expand.default), 1), aten.full.default: 0
+}  # fmt: skip
 
 KNOWN = "mixes rows in no way that row demand does not know"
 CUT = "reads early values whose rows can be taken"
@@ -105,6 +110,8 @@ class LateRows:
         self.problems: dict[Node, Problem] = {}
         self._mixed: dict[Forward, Node | None] = {}  # shared bodies, looked into once
         self._follow: dict[Node, bool] = {}
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self._given = {symbol for node in inputs for symbol in symbols_in(node.meta.get("val"))}
         self.late: dict[Node, None] = dict.fromkeys(filter(self._by_demand, gm.graph.nodes))
         self._without_problems()
         for call in [node for node in self.late if node in self.forward.inside and self._narrows(node)]:
@@ -232,6 +239,8 @@ class LateRows:
                 return KNOWN, culprit
         if any(not self.renamed.keys().isdisjoint(symbols_of(size)) for size in sizes_in_arguments(node)):
             return SIZED, node
+        if self._is_sized_elsewhere(self.forward, node):
+            return SIZED, node
         for operand, flow in self.forward.flows.get(node, []):
             if flow.how == "every" or (flow.how in ("chosen", "last") and operand in self.late):
                 return KNOWN, node
@@ -239,7 +248,7 @@ class LateRows:
 
     def _mixed_inside(self, inside: Forward) -> Node | None:
         if inside not in self._mixed:
-            self._mixed[inside] = mixed_inside(inside)
+            self._mixed[inside] = mixed_inside(inside, self._counts_inside)
         return self._mixed[inside]
 
     def _reader_problem(self, node: Node) -> Problem | None:
@@ -270,26 +279,55 @@ class LateRows:
             if operand is self.grid_columns(node) or self.reads_whole(node, operand):
                 return None
             whole = layout.space.kind == ROWS and len(layout.dims) == 1 and fake(operand) is not None
+            whole = whole and not self._is_sized_elsewhere(self.forward, operand)
             size = expression(shape(operand)[layout.dims[0]]) if whole else None
             return None if whole and size == self.forward.rows else (CUT, operand)
         if not self.follows_rows(operand) or operand is self.grid(node):
             return None
-        if isinstance(value, SymInt):
-            return None if simple(value) else (SIZED, operand)
+        if is_number(operand):
+            return None if simple(value) or operand not in sizes_of(node) else (SIZED, operand)
         return None if self.is_constant(operand) else (SIZED, operand)
 
+    def _is_sized_elsewhere(self, forward: Forward, node: Node) -> bool:
+        """Whether another size than that of its rows follows from how many rows there are: [T, T]. Places have rows in
+        no dimension, and are as many as what was sorted."""
+        layout = forward.layout(node)
+        if layout is None or not layout.dims or fake(node) is None:
+            return False
+        others = [size for dim, size in enumerate(shape(node)) if dim not in layout.dims]
+        return any(not self.renamed.keys().isdisjoint(symbols_of(size)) for size in others)
+
+    def _counts_inside(self, forward: Forward, node: Node) -> bool:
+        """Whether a node of a body makes something else of another number of rows."""
+        if any(is_number(arg) and self.follows_rows(arg) for arg in others_than_sizes(node)):
+            return fake(node) is not None
+        if forward.layout(node) is None and fake(node) is not None and self.follows_rows(node):
+            return not self.is_constant(node)
+        return self._is_sized_elsewhere(forward, node)
+
     def follows_rows(self, node: Node) -> bool:
-        """Whether a size of `node`, or the number it is, follows from how many rows there are."""
+        """Whether a size of `node`, or the number it is, follows from how many rows there are. A tensor with a size
+        that no input has may: torch gives a slice up to such a number one of its own."""
         if node not in self._follow:
-            self._follow[node] = not self.renamed.keys().isdisjoint(symbols_in(node.meta.get("val")))
+            symbols = symbols_in(node.meta.get("val"))
+            made = fake(node) is not None and not symbols.keys() <= self._given
+            self._follow[node] = made or not self.renamed.keys().isdisjoint(symbols)
         return self._follow[node]
 
     def is_constant(self, node: Node) -> bool:
         """Whether a tensor has the same numbers for any row: made of sizes, or repeated so many times."""
         if node.op != "call_function" or node.target not in (*CONSTANTS, *VIEWS):
             return False
-        operands = [arg for arg in node.all_input_nodes if self.follows_rows(arg)]
-        return all(simple(v) if isinstance(v := arg.meta["val"], SymInt) else self.is_constant(arg) for arg in operands)
+        if not all(simple(size.meta["val"]) for size in sizes_of(node)):
+            return False
+        if node.target in CONSTANTS:
+            return True
+        base = node.all_input_nodes[0]
+        if not self.follows_rows(base):
+            return node.target is aten.expand.default  # others make rows of what had none
+        if node.target in CUTS and any(is_number(arg) for arg in node.all_input_nodes):
+            return False
+        return self.is_constant(base) and (node.target not in (*REGROUPS, *CUTS) or is_uniform(base))
 
     # ---- indices
 
@@ -342,6 +380,37 @@ def simple(size: object) -> bool:
     return bool(expr.is_polynomial(*expr.free_symbols)) if symbols_of(size) else True
 
 
+def is_number(node: Node) -> bool:
+    """Whether it is a number of the host: a size, or what is made of sizes."""
+    return isinstance(node.meta.get("val"), (SymInt, SymFloat, SymBool))
+
+
+def sizes_of(node: Node) -> list[Node]:
+    """The numbers that say how large the result of `node` is. Of kept rows they are others, while all others stay:
+    x / T is x / T of any row. What a body does with those it is given is looked into."""
+    given = node.args[SIZES_AT[node.target] :][:1] if node.target in SIZES_AT else ()
+    given = node.args[2:] if node.target is invoke_subgraph else given
+    found: list[Node] = []
+    map_arg(given, lambda arg: found.append(arg) if is_number(arg) else arg)
+    return found
+
+
+def others_than_sizes(node: Node) -> list[Node]:
+    """All other operands of a node that is no call."""
+    found: list[Node] = []
+    kept = [arg for at, arg in enumerate(node.args) if at != SIZES_AT.get(node.target, -1)]
+    if node.target is not invoke_subgraph:
+        map_arg((kept, node.kwargs), found.append)
+    return found
+
+
+def is_uniform(node: Node) -> bool:
+    """Whether a view is of a tensor whose elements are all the same."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node.target in CONSTANTS
+
+
 def sizes_in_arguments(node: Node) -> list[SymInt]:
     """Sizes that `node` has as arguments without a node of their own."""
     found: list[SymInt] = []
@@ -349,11 +418,12 @@ def sizes_in_arguments(node: Node) -> list[SymInt]:
     return found
 
 
-def mixed_inside(forward: Forward) -> Node | None:
+def mixed_inside(forward: Forward, counts_rows: Callable[[Forward, Node], bool]) -> Node | None:
     """The first node of a body that needs to know which rows there are, or writes."""
     for node in forward.gm.graph.nodes:
-        inner = mixed_inside(forward.inside[node]) if node in forward.inside else None
+        inner = mixed_inside(forward.inside[node], counts_rows) if node in forward.inside else None
         counts = node.target is prims.iota.default and forward.layout(node) is not None
+        counts = counts or counts_rows(forward, node)
         if inner is not None or node in forward.effects or counts or sizes_in_arguments(node):
             return inner or node
         if any(_by_number(forward, node, flow) for _, flow in forward.flows.get(node, [])):

@@ -99,7 +99,7 @@ def _at_most(node: Node, known: Known) -> Meaning | None:
     match known:
         case (Meaning(of="grid") as grid, Meaning(of="last row")):
             return grid
-        case (Meaning(of="row") as row, Meaning(of="last row")):
+        case (Meaning(of=of) as row, Meaning(of="last row")) if of in NUMBERS:
             return replace(row, low=min(row.low, 0))
     return None
 

@@ -44,6 +44,9 @@ def gather(node: Node, look: Look) -> Made | str:
     source, dim, index = cast("tuple[Node, int, Node]", node.args[:3])
     layout, places = look.layout(source), look.layout(index)
     if layout is None and (places is None or places.space.kind != SORTED):
+        beside = () if places is None else [at for at in places.dims if at != dim % ndim(node)]
+        if any(sizes(source)[at] != sizes(index)[at] for at in beside):
+            return "takes elements of a table by the places of rows"
         return local(places, node, look)
     if layout is None or layout != places or any(sizes(source)[at] != sizes(index)[at] for at in layout.dims):
         return "pairs rows with others"

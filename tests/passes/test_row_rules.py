@@ -289,6 +289,19 @@ def test_what_is_done_to_weights_alone_mixes_no_rows(what: str) -> None:
     assert demand == Demand(chosen={index: 0}) and index.name == "logit_rows" and not whole.forward.mixing
 
 
+def test_elements_of_a_table_that_are_taken_at_the_places_of_rows_are_not_of_fewer_rows() -> None:
+    """gather(table, 1, picks) reads row r of a larger table for row r; gather(table, 0, picks) any row."""
+
+    def make(write: Writer, x: Node, dim: int) -> Node:
+        table = write(aten.view.default, write.inputs["cache"], [-1, 8])
+        picks = write(operator.getitem, write(aten.sort.default, x, 1), 1)
+        return write(aten.gather.default, table, dim, picks, like=x)
+
+    for dim, mixes in ((1, True), (-1, True), (0, False)):
+        demand, whole = demanded_of(lambda write, x, dim=dim: make(write, x, dim))  # type: ignore[misc]
+        assert (demand == EVERY) == mixes == bool(whole.forward.mixing)
+
+
 def test_a_draw_of_every_element_is_no_row_by_itself() -> None:
     """Fewer rows would draw other numbers."""
     demand, whole = demanded_of(lambda write, x: write(aten.bernoulli.p, x, 0.5))

@@ -135,7 +135,8 @@ def test_what_keeps_rows_apart_leaves_rows_that_nobody_demands(program: Program,
     gm, inputs = build(program)
     demand = row_demand(gm, promised(inputs))
     assert not demand.of[inputs["x"]].every
-    before = sum({"window": WINDOW - 1, "row before": 1, "two rows before": 2}.get(name, 0) for name in program)
+    ones = {"row before": 1, "row before, of those there are": 1}
+    before = sum((ones | {"window": WINDOW - 1, "two rows before": 2}).get(name, 0) for name in program)
     assert demand.of[inputs["x"]].chosen == {inputs["logit_rows"]: before}
     assert check_poison(gm, demand, inputs, step([(0, 40), (3, 30)], seed)) > 0
 

@@ -108,6 +108,18 @@ def window_rows(s: Step) -> Tensor:
     return (row.unsqueeze(-1) - torch.arange(WINDOW - 1, -1, -1)).clamp(min=0)
 
 
+def rows_before(x: Tensor, back: int) -> Tensor:
+    """Which never lie behind the last row, either."""
+    return (torch.arange(x.shape[0]) - back).clamp(min=0, max=x.shape[0] - 1)
+
+
+def filled_for_all_rows(x: Tensor, s: Step) -> Tensor:
+    """Early rows and late ones read a constant that says how many rows there are."""
+    filled = torch.full((x.shape[0], 1), x.shape[0])
+    write_cache(x * filled, s)
+    return x + filled
+
+
 def experts(x: Tensor, s: Step, grouped: bool) -> Tensor:
     """Two picks a row, sorted by expert and back."""
     picks = (x @ s.weight[:, :EXPERTS]).nan_to_num().topk(PICKS, -1).indices
@@ -122,9 +134,12 @@ def experts(x: Tensor, s: Step, grouped: bool) -> Tensor:
     return y[order.argsort()].view(x.shape[0], PICKS, WIDTH).sum(1)
 
 
+def grid_of(x: Tensor, s: Step) -> Tensor:
+    return x[(s.first_rows.unsqueeze(-1) + s.longest).clamp(max=x.shape[0] - 1)]
+
+
 def by_request(x: Tensor, s: Step) -> Tensor:
-    grid = (s.first_rows.unsqueeze(-1) + s.longest).clamp(max=x.shape[0] - 1)
-    return (x[grid].unflatten(-1, (2, 4)).relu().flatten(2) * s.weight[0])[s.requests, s.columns]
+    return (grid_of(x, s).unflatten(-1, (2, 4)).relu().flatten(2) * s.weight[0])[s.requests, s.columns]
 
 
 def floored_window(x: Tensor, s: Step, shift: int = 0, leak: bool = False, kept: bool = True) -> Tensor:
@@ -185,10 +200,16 @@ LOCAL: dict[str, Change] = {
     "experts": lambda x, s: experts(x, s, grouped=False),
     "grouped experts": lambda x, s: experts(x, s, grouped=True),
     "by request": by_request,
+    "as many as rows": lambda x, s: x * x.shape[0] / (x.shape[0] + 3),
+    "place of all": lambda x, s: x + (torch.arange(x.shape[0]) / x.shape[0]).unsqueeze(-1),
+    "all but the last": lambda x, s: torch.where((torch.arange(x.shape[0]) < x.shape[0] - 1).unsqueeze(-1), x, 0.5),
+    "as many as the longest": lambda x, s: x + s.longest.shape[0],
+    "filled with how many": lambda x, s: x + torch.full((x.shape[0], 1), x.shape[0]),
 }
 READS_BEFORE: dict[str, Change] = {
     "window": lambda x, s: x[window_rows(s)].sum(1),
     "row before": lambda x, s: x - x[(torch.arange(x.shape[0]) - 1).clamp(min=0)],
+    "row before, of those there are": lambda x, s: x - x[rows_before(x, 1)],
     "two rows before": lambda x, s: x + x.index_select(0, torch.relu(torch.arange(x.shape[0]) - 2)),
 }
 FLOORED: dict[str, Change] = {
@@ -217,7 +238,18 @@ MIXES: dict[str, Change] = {
     "sorted by place": lambda x, s: sorted_by_place(x),
     "scattered": lambda x, s: torch.zeros_like(x).index_put((s.positions % x.shape[0],), x, accumulate=True),
 }
-STEPS = LOCAL | READS_BEFORE | FLOORED | WRITES | MIXES
+SIZED: dict[str, Change] = {  # whose sizes say more than how many rows there are, so that others would be wrong
+    "first of a table": lambda x, s: x + s.cache.view(-1, WIDTH)[: x.shape[0]],
+    "first columns of a table": lambda x, s: x + s.cache.view(WIDTH, -1)[:, : x.shape[0]].t(),
+    "product with the first of a table": lambda x, s: (
+        x + torch.bmm(x.unsqueeze(1), s.cache.view(-1, WIDTH, WIDTH)[: x.shape[0]]).squeeze(1)
+    ),
+    "longest of a table": lambda x, s: (grid_of(x, s) + s.cache[0, : s.longest.shape[0]])[s.requests, s.columns],
+    "filled for all rows, too": lambda x, s: filled_for_all_rows(x, s),
+    "column for each row": lambda x, s: x + x[:, :1].expand(-1, x.shape[0]).sum(1, keepdim=True),
+    "product for each row": lambda x, s: x + (x @ torch.full((WIDTH, x.shape[0]), 0.5)).sum(1, keepdim=True),
+}
+STEPS = SIZED | LOCAL | READS_BEFORE | FLOORED | WRITES | MIXES
 Program = list[str]
 
 
