@@ -9,8 +9,9 @@
 Many rows take one launch of "both"; few take the other two, so that a row keeps many programs busy. A row's bits depend
 on neither the way nor the batch. For p is made relative to the largest score of a block of keys, rounded up to a whole
 number: what it is multiplied by later are powers of two, and these change no digit of p, of a product with it or of a
-sum, wherever they are applied (of what is less than 2^-126 of the largest, nothing is left). Sums go by keys, sixteen
-at a time, totals by blocks; slices of channels change nothing.
+sum, wherever they are applied, down to 2^-126 of the largest. Near there p and o lose digits, in one way others than in
+the other: it shows where all larger p meet zeros in a channel, in the last bits of some 2^-120. Sums go by keys,
+sixteen at a time, totals by blocks; slices of channels change nothing.
 
 Channels of a tile stand as keys have them once decoded (../decode.py); what is written stands as the model has it.
 "both" sends its queries through memory, turned and in that order, since tensor cores take them from where they were
