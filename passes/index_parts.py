@@ -152,7 +152,7 @@ class Scored:
                 scale = float((found * wanted).sum() / (wanted * wanted).sum())
                 if not torch.allclose(found, scale * wanted, 1e-9, 0):
                     return None
-                scales.add(round(scale, 12))
+                scales.add(torch.tensor(scale, dtype=torch.float32).item())
         return scales.pop() if len(scales) == 1 else None
 
     def _indexed(self) -> list[tuple[Node, int | SymInt]]:

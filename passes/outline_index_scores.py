@@ -51,6 +51,7 @@ from v41.report import Decision
 
 KIND = "index_scores"
 POSITIONS = 64  # of rows on which the number of entries they see is tried; and as many far ones
+PADS = 4  # positions below 0: of rows that pad a batch, which see nothing
 FAR = 2**40  # an entry beyond every cache
 MOVES = (*PARTS, *SPREADS, operator.getitem, aten.index.Tensor)  # what rounds in no type
 
@@ -122,10 +123,14 @@ class Site:
             return None
         nodes = self.parts.run(starts, self.parts.seen)
         with outside_fake_mode():
-            position = torch.arange(POSITIONS).pow(torch.tensor([[1], [6]])).flatten()
-            found = evaluate(nodes, {starts[0]: position}, self.parts.seen, keep_types=True)
-            ratios = range(1, POSITIONS)
-            return next((m for m in ratios if torch.equal(found.flatten(), (position + 1) // m)), None)
+            ahead = torch.arange(POSITIONS).pow(torch.tensor([[1], [6]])).flatten()
+            position = torch.cat([torch.arange(-PADS, 0), ahead])
+            try:
+                found = evaluate(nodes, {starts[0]: position}, self.parts.seen, keep_types=True).flatten().clamp(min=0)
+            except FAILURES:
+                return None
+            wanted = (position + 1).clamp(min=0)
+            return next((m for m in range(1, POSITIONS) if torch.equal(found, wanted // m)), None)
 
     @cached_property
     def spread(self) -> int | None:

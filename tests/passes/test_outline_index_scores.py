@@ -42,7 +42,7 @@ QUICK = ("weights squared", "the best first", "the newest block is forgotten", "
 PLAIN = Indexer(choice="topk", records=False)
 THREE = (
     Indexer("einsum", "weighed", "filled", "unique keys", "candidate_source", chunk=2),
-    Indexer("matmul", "einsum", "where", "stable sort", "re_indexer", heads=3, k=2, block=3, keep=1, scale=0.0625),
+    Indexer("matmul", "einsum", "where", "stable sort", "re_indexer", heads=3, k=2, block=3, keep=1, scale=2.0**-45),
     Indexer("sum of products", "weights first", "inverted", "topk", "source", records=False, ratio=4),
 )
 
@@ -124,7 +124,7 @@ def test_records_that_stay_fp32_where_they_are_decoded_are_keys(product: str) ->
 
 
 def test_what_a_row_sees_is_counted_at_far_positions_too() -> None:
-    for flaw, ratio in (("", 1), ("sees 100 at most", None)):
+    for flaw, ratio in (("", 1), ("sees 100 at most", None), ("pads see one", None)):
         (decision,) = apply(outline_index_scores, copy_program(traced(replace(PLAIN, flaw=flaw), numbers=True)))
         assert decision.region is not None and decision.region.attrs["ratio"] == ratio
 

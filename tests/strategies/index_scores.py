@@ -153,7 +153,8 @@ class Indexer:
         scores = scores[requests.clamp(min=0), columns.clamp(min=0)]
         scores = scores.relu() if self.flaw == "rectified twice" else scores
         scores = scores.clamp(max=1e4) if self.flaw == "scores with bounds" else scores
-        seen = (positions + 1) // self.ratio
+        before = positions.clamp(min=0) if self.flaw == "pads see one" else positions  # legal, and no ratio
+        seen = (before + 1) // self.ratio
         seen = seen.clamp(max=100) if self.flaw == "sees 100 at most" else seen  # legal, and no ratio
         shown = seen + 1 if self.flaw == "sees one more" else seen
         masked = MASKS[self.mask](scores, entries, shown)
