@@ -169,7 +169,8 @@ def stop_at_floor(forward: Forward, logit_rows: Node) -> None:
         if flow.how != "back" or source not in rings:
             continue
         offsets = {forward.meaning(arg).offsets for arg, _ in others}  # type: ignore[union-attr]
-        masks = [forward.masks(of, offsets) for of in FLOORS.values()]
+        keys = sizes(node)[:2]  # a mask of channels is none of them, as many as they may be
+        masks = [[mask for mask in forward.masks(of, offsets) if sizes(mask) == keys] for of in FLOORS.values()]
         if all(masks) and matter_only_where(forward.gm, node, masks, ended):
             stopped = Flow("kept", rings[source], logit_rows, "reads rows of its window above the late floor")
             forward.flows[node] = [(source, stopped), *others]

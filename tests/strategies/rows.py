@@ -155,6 +155,19 @@ def floored_window(x: Tensor, s: Step, shift: int = 0, leak: bool = False, kept:
     return seen.sum(1) + keys.amax(1) if leak else seen.sum(1)
 
 
+def floored_channels(x: Tensor, s: Step) -> Tensor:
+    """What is floored are as many channels as a window has keys, of all keys."""
+    back = torch.arange(WINDOW - 1, -1, -1)
+    key = s.positions.unsqueeze(-1) - back
+    behind = s.ring[s.slots.unsqueeze(-1), key % WINDOW]
+    of_channels = s.positions[:, None, None] - back
+    y = torch.where((key >= s.starts.unsqueeze(-1)).unsqueeze(-1), x[window_rows(s)], behind)[..., :WINDOW]
+    above = [of_channels >= floor[:, None, None] for floor in (s.starts, s.late_floors)]
+    y = y.masked_fill(~above[0], 1).masked_fill(~above[1], 0)
+    write_ring(x, s)
+    return torch.cat((y.sum(1), x[:, WINDOW:]), 1)
+
+
 def write_ring(x: Tensor, s: Step) -> Tensor:
     last = s.positions >= s.stops - WINDOW
     s.ring[torch.where(last, s.slots, SLOTS), s.positions % WINDOW] = x
@@ -216,6 +229,7 @@ FLOORED: dict[str, Change] = {
     "window above a floor": floored_window,
     "another window above a floor": lambda x, s: floored_window(x, s, shift=1),
     "window seen below the floor": lambda x, s: floored_window(x, s, leak=True),
+    "channels above a floor": floored_channels,
     "window that no ring keeps": lambda x, s: floored_window(x, s, kept=False),
 }
 WRITES: dict[str, Change] = {
