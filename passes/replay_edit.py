@@ -29,7 +29,8 @@ from v41.passes.analysis.algebra import Expr, expression
 from v41.passes.analysis.effects import effect_of
 from v41.passes.analysis.sizes import symbols_in
 from v41.passes.matching import fake, shape
-from v41.passes.replay_rows import SIZES_AT, TAKES_ROWS, LateRows, indices, is_number, row_numbers
+from v41.passes.replay_rows import TAKES_ROWS, LateRows, indices, row_numbers
+from v41.passes.replay_sizes import SIZES_AT, is_number
 from v41.regions import body_of, invoke_subgraph
 
 aten, prims = ops.aten, ops.prims
