@@ -18,10 +18,10 @@ from rich.console import Console
 from v41.errors import PresetsAlone, UnusedOption
 from v41.model_def.buckets import Buckets
 from v41.model_def.config import PRESETS, V41Config
-from v41.model_def.model import V41ForCausalLM
 from v41.overlap import ROWS, lanes_of
 from v41.plan import Plan
 from v41.tools.bench.program_cases import prepare
+from v41.tools.drawn_model import drawn_model
 from v41.tools.files import check_file, write_whole
 from v41.tools.inspect import first_layers
 from v41.tools.json_output import print_json
@@ -84,7 +84,7 @@ def config_to_measure(arguments: Namespace) -> V41Config:
 @torch.no_grad()
 def measured(config: V41Config, rows: int, context: int, device: str) -> tuple[Predicted, Plan, Measured]:
     """What is predicted of a decode step, the plan of it that is used, and how that ran."""
-    model = V41ForCausalLM.random(config, 0, device).eval().requires_grad_(False)
+    model = drawn_model(config, device, "v41 timeline --measure")
     (case,) = prepare(model, [rows], [], [context])
     step, report = step_of(model, case.batch, case.cache, [rows])
     made = step.sides_at(rows) or step.plan

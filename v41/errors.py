@@ -272,6 +272,13 @@ class ContextBeyondModel(V41Error):
     fix = "give at most {most} tokens"
 
 
+class ModelBeyondMemory(V41Error):
+    """facts: needed, there (GiB)."""
+
+    found = "the weights of this model take {needed:.1f} GiB, and this machine has {there:.1f} GiB of memory"
+    fix = "take fewer layers (--cut of a bench, --layers), a smaller preset, or a machine with more memory"
+
+
 class RowsBeyondBuckets(V41Error):
     """facts: rows, most."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from v41.model_def.model import V41ForCausalLM
 from v41.tools.bench import sorts, timing
 from v41.tools.cli import main
 
@@ -62,3 +63,15 @@ def test_what_no_decode_step_has_is_refused_before_weights_are_drawn(
     assert main(["bench", case, "--preset", "tiny", "--device", "cpu", "--json", *more]) == 2
     out, err = capsys.readouterr()
     assert not out and told in err and f"v41 bench {case} {more[0]}" in err
+
+
+@pytest.mark.parametrize("command", [["bench", "overlap", "--preset", "tiny", "--device", "cpu", "--context", "64"],
+                                     ["timeline", "tiny", "--measure"]])  # fmt: skip
+def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_drawn(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("v41.tools.drawn_model.memory_of_host", lambda: 2**20)
+    monkeypatch.delattr(V41ForCausalLM, "random")
+    assert main(command) == 2
+    out, err = capsys.readouterr()
+    assert not out and "this machine has 0.0 GiB of memory" in err and f"v41 {command[0]}" in err

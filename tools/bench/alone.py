@@ -42,8 +42,9 @@ Record = dict[str, Any]
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench alone` does."""
     started = time.perf_counter()
-    device, config = device_of(arguments, "v41 bench alone", "runs the ATen nodes"), config_of(arguments)
-    model = model_of(config, device)
+    device_of(arguments, "v41 bench alone", "runs the ATen nodes")
+    config = config_of(arguments)
+    model = model_of(config, arguments)
     result: Record = facts_of("alone", arguments, config) | {"rows": arguments.rows, "context": arguments.context}
     with torch.no_grad():
         (case,) = prepare(model, [arguments.rows], [], [arguments.context])

@@ -13,6 +13,7 @@ from v41.model_def.config import V41Config
 from v41.model_def.model import V41ForCausalLM
 from v41.tools.bench import timing
 from v41.tools.bench.program_cases import cut
+from v41.tools.drawn_model import drawn_model
 from v41.tools.steps import check_decode
 
 
@@ -36,9 +37,9 @@ def config_of(arguments: Namespace) -> V41Config:
     return cut(config) if arguments.cut else config
 
 
-def model_of(config: V41Config, device: str) -> V41ForCausalLM:
-    """Random weights, the same in every run, that no call trains."""
-    return V41ForCausalLM.random(config, 0, device).eval().requires_grad_(False)
+def model_of(config: V41Config, arguments: Namespace) -> V41ForCausalLM:
+    """As it is drawn (drawn_model.py), on the device asked for. ModelBeyondMemory."""
+    return drawn_model(config, str(arguments.device), f"v41 bench {arguments.case}")
 
 
 def facts_of(case: str, arguments: Namespace, config: V41Config) -> dict[str, Any]:

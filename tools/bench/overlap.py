@@ -53,8 +53,9 @@ Record = dict[str, Any]
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench overlap` does."""
     started = time.perf_counter()
-    device, config = device_of(arguments, "v41 bench overlap"), config_of(arguments)
-    model = model_of(config, device)
+    device_of(arguments, "v41 bench overlap")
+    config = config_of(arguments)
+    model = model_of(config, arguments)
     result: Record = {
         **facts_of("overlap sites" if arguments.sites else "overlap", arguments, config),
         "context": arguments.context, "rows": arguments.rows,

@@ -66,7 +66,7 @@ class Case:
 def bench_command(arguments: Namespace) -> int:
     """What `v41 bench prefill` does; 1 where a contender failed, its result is not eager's, or kept rows cost time."""
     started, device, config = time.perf_counter(), device_of(arguments, "v41 bench prefill"), config_of(arguments)
-    timed, model = device != "cpu", model_of(config, device)
+    timed, model = device != "cpu", model_of(config, arguments)
     cases = cases_of(config, arguments.tokens, arguments.chunk)
     cache = Cache.zeros(config, DECODING + 1, max(case.tokens for case in cases), device)
     result = {

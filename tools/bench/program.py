@@ -53,7 +53,7 @@ def bench_command(arguments: Namespace) -> int:
     """What `v41 bench program` does; 1 where v41's logits are not eager's or a contender of ours failed."""
     started = time.perf_counter()
     device, config = device_of(arguments, "v41 bench program"), config_of(arguments)
-    timed, model = device != "cpu", model_of(config, device)
+    timed, model = device != "cpu", model_of(config, arguments)
     cases = prepare(model, arguments.rows, arguments.prefill, arguments.context)
     result = {
         **facts_of("program", arguments, config),
