@@ -289,5 +289,29 @@ def test_refuses_with_a_reason(reason: str) -> None:
     assert isinstance(refusal, Unsupported) and reason in refusal.reason, refusal
 
 
+def test_columns_that_do_not_lie_side_by_side_are_refused() -> None:
+    """What is sent, and where it is read, lies in one piece."""
+    body = trace(lambda x, y: x.neg() + summed(y).mT, bf16(7, 4, WIDTH), bf16(7, WIDTH, 4), backed=True)
+    refusal = generate(body, COUNT)
+    assert isinstance(refusal, Unsupported) and "do not lie side by side" in refusal.reason, refusal
+
+
+def test_the_step_of_an_axis_of_one_is_no_step_between_columns(ranks: Ranks) -> None:
+    body = trace(lambda x, y: x.neg() + summed(y).squeeze(2), bf16(7, WIDTH), tall(7), backed=True)
+    kernel = generate(body, COUNT)
+    assert isinstance(kernel, SummingKernel) and kernel.part is not None, kernel
+    assert kernel.inputs[kernel.part].steps == (WIDTH, 1, WIDTH)  # type: ignore[union-attr]
+    x, parts = bf16(2, WIDTH), [tall(2).normal_() for _ in range(COUNT)]
+    wanted = x.neg() + added(parts).squeeze(2)
+    given = [[None if what is None else part if i == kernel.part else x for i, what in enumerate(kernel.inputs)]
+             for part in parts]  # fmt: skip
+    ranks.fresh()
+    check_calls(ranks.run(kernel, given), [[wanted]])
+
+
+def tall(rows: int) -> Tensor:
+    return torch.empty_strided((rows, WIDTH, 1), (WIDTH, 1, WIDTH), dtype=torch.bfloat16)
+
+
 def test_a_body_without_collectives_talks_to_no_group() -> None:
     assert group_of(trace(lambda y: y * 2, bf16(7, WIDTH), backed=True)) is None

@@ -67,6 +67,8 @@ def _generate(body: GraphModule, ranks: int, name: str, block: int) -> SummingKe
     loads = [expr for expr in program.builder.order if expr.op == "load" and expr.data[0] == number]
     if not loads or not all(expr.wide and expr.row for expr in loads):
         raise NotRowwise(part, "is short beside other rows, so programs do not share its columns")
+    if any(expr.data[3] != 1 for expr in loads):  # as [T, D, 4] beside rows of D: what is sent lies side by side
+        raise NotRowwise(part, "has columns that do not lie side by side")
     front = None if before is None else read_front(before, program.axes)
     inputs = program.inputs if front is None else _inputs_of_both(placeholders, behind, program, front)
     phases = assign_phases(fuse(program))

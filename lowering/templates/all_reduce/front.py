@@ -99,8 +99,7 @@ class SumOf:
         which of the `columns` the row has."""
         if self.front is not None:
             return list(self.front.tiles(names)), names[self.front.part]
-        start = f"{self.source.name}_ptr + row * {self.source.stride} + {offset}"
-        where = f"{start} + {times('cols', self.source.steps[-1])}"
+        where = f"{self.source.name}_ptr + row * {self.source.stride} + {offset} + cols"
         return [f"mine = tl.load({where}, mask=live & columns, other=0.0)"], "mine"
 
 
