@@ -38,6 +38,10 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.view(*mask.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
+def otherwise(x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    return torch.where(mask.unsqueeze(-1), x, y)
+
+
 ENDS: dict[str, Run] = {
     "masked": lambda x, a, b, w, cache: masked(x * 2 + 1, a).sum(),
     "masked twice": lambda x, a, b, w, cache: (masked(x, a), masked(x + 1, a)),
@@ -48,6 +52,8 @@ ENDS: dict[str, Run] = {
     "split": lambda x, a, b, w, cache: [masked(part, a) for part in x.split(4, -1)],
     "a product of what was masked": lambda x, a, b, w, cache: masked(x, a) @ w,
     "what was masked is written": lambda x, a, b, w, cache: cache.copy_(masked(x, a)),
+    "one mask after the other": lambda x, a, b, w, cache: masked(masked(x.exp(), a), a & b).sum(1),
+    "made to bits": lambda x, a, b, w, cache: masked((x.exp() > 1) & a.unsqueeze(-1), a),
     "sums of keys": lambda x, a, b, w, cache: masked(torch.cat((x, cache), -1), a).sum(1),
 }
 MATTERS: dict[str, Run] = {
@@ -64,6 +70,17 @@ MATTERS: dict[str, Run] = {
     "written": lambda x, a, b, w, cache: masked(cache.copy_(x), a),
     "a product before the mask": lambda x, a, b, w, cache: masked(x @ w, a),
     "a batched product before the mask": lambda x, a, b, w, cache: masked(torch.bmm(x, cache.transpose(1, 2)), a),
+    "large numbers": lambda x, a, b, w, cache: otherwise(x, a, x.clamp(min=50)),
+    "negative numbers": lambda x, a, b, w, cache: otherwise(x, a, (x + 50).clamp(max=0)),
+    "small numbers": lambda x, a, b, w, cache: otherwise(x, a, (x * 1e30).clamp(-1, 1).abs()),
+    "large numbers in a mask": lambda x, a, b, w, cache: masked(cache, a | (x[..., 0] > 50)),
+    "one number": lambda x, a, b, w, cache: otherwise(x, a, (x == 7.25).float()),
+    "one number of some": lambda x, a, b, w, cache: otherwise(x, a, torch.isin(x, 7.25).float()),
+    "no number": lambda x, a, b, w, cache: otherwise(x, a, x.isnan().float()),
+    "no number times 0": lambda x, a, b, w, cache: x.relu() * a.unsqueeze(-1),
+    "no number to the power of 0": lambda x, a, b, w, cache: (x.exp() + 1).floor().clamp(max=1) ** a.unsqueeze(-1),
+    "the mask, where a number is large": lambda x, a, b, w, cache: masked(cache, torch.where(x[..., 0] > 50, b, a)),
+    "the largest of large ones": lambda x, a, b, w, cache: otherwise(x, a, x.clamp(min=50).amax(1, keepdim=True)),
     "no such kernel": lambda x, a, b, w, cache: masked(ops.aten.index.Tensor(w, [(x * 0).long() + 100]), a),
 }
 

@@ -120,6 +120,13 @@ def filled_for_all_rows(x: Tensor, s: Step) -> Tensor:
     return x + filled
 
 
+def square_that_all_rows_need(x: Tensor, s: Step) -> Tensor:
+    """Early rows have as many columns as there are rows, and late ones multiply them with a constant of as many."""
+    y = x[:, :1].expand(-1, x.shape[0])
+    write_cache(y.mean(1, keepdim=True) * x, s)
+    return x + y @ torch.full((x.shape[0], WIDTH), 0.5)
+
+
 def experts(x: Tensor, s: Step, grouped: bool) -> Tensor:
     """Two picks a row, sorted by expert and back."""
     picks = (x @ s.weight[:, :EXPERTS]).nan_to_num().topk(PICKS, -1).indices
@@ -153,6 +160,17 @@ def floored_window(x: Tensor, s: Step, shift: int = 0, leak: bool = False, kept:
     if kept:
         write_ring(x, s)
     return seen.sum(1) + keys.amax(1) if leak else seen.sum(1)
+
+
+def window_whose_large_numbers_are_seen(x: Tensor, s: Step) -> Tensor:
+    """What lies below the late floor is seen, where it is above 50."""
+    back = torch.arange(WINDOW - 1, -1, -1)
+    key = s.positions.unsqueeze(-1) - back
+    behind = s.ring[s.slots.unsqueeze(-1), key % WINDOW]
+    keys = torch.where((key >= s.starts.unsqueeze(-1)).unsqueeze(-1), x[window_rows(s)], behind)
+    visible = key >= s.late_floors.unsqueeze(-1)
+    write_ring(x, s)
+    return torch.where(visible.unsqueeze(-1), keys, keys.clamp(min=50)).sum(1)
 
 
 def floored_channels(x: Tensor, s: Step) -> Tensor:
@@ -229,6 +247,7 @@ FLOORED: dict[str, Change] = {
     "window above a floor": floored_window,
     "another window above a floor": lambda x, s: floored_window(x, s, shift=1),
     "window seen below the floor": lambda x, s: floored_window(x, s, leak=True),
+    "window seen below the floor where it is large": window_whose_large_numbers_are_seen,
     "channels above a floor": floored_channels,
     "window that no ring keeps": lambda x, s: floored_window(x, s, kept=False),
 }
@@ -261,6 +280,9 @@ SIZED: dict[str, Change] = {  # whose sizes say more than how many rows there ar
     "longest of a table": lambda x, s: (grid_of(x, s) + s.cache[0, : s.longest.shape[0]])[s.requests, s.columns],
     "filled for all rows, too": lambda x, s: filled_for_all_rows(x, s),
     "column for each row": lambda x, s: x + x[:, :1].expand(-1, x.shape[0]).sum(1, keepdim=True),
+    "column for each row, of which all have one": lambda x, s: square_that_all_rows_need(x, s),
+    "column of a square": lambda x, s: x + torch.full((x.shape[0],) * 2, 0.5).select(1, x.shape[0] - 1).unsqueeze(-1),
+    "ones so far": lambda x, s: x + torch.full((x.shape[0], 1), 1.0).cumsum(0),
     "product for each row": lambda x, s: x + (x @ torch.full((WIDTH, x.shape[0]), 0.5)).sum(1, keepdim=True),
 }
 STEPS = SIZED | LOCAL | READS_BEFORE | FLOORED | WRITES | MIXES
