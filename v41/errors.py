@@ -372,6 +372,13 @@ class RanksDisagree(V41Error):
     fix = "give all ranks the same model, options, batch and versions; with this they would wait for each other forever"
 
 
+class StoreLost(V41Error):
+    """facts: rank (of who says so), group, what (the others were to have done)."""
+
+    found = "rank {rank} cannot reach the store of group {group}, where ranks say that they have {what}"
+    fix = "see what the rank that holds the store raised, mostly rank 0; then start all ranks anew"
+
+
 class RankMissing(V41Error):
     """facts: rank, group, what (it has not done, "compiled program"), number (of that), seconds."""
 

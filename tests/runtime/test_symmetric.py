@@ -16,8 +16,8 @@ import torch.distributed as dist
 from tests.v41.rank_processes import run_ranks
 from v41._compat_symmetric import group_called
 from v41.channels import Workspace
-from v41.errors import NotSymmetric, PeerStalled, V41Error
-from v41.runtime import symmetric
+from v41.errors import NotSymmetric, PeerStalled, StoreLost, V41Error
+from v41.runtime import exchange, symmetric
 
 CPU = torch.device("cpu")
 
@@ -128,3 +128,15 @@ def late() -> str:
 def test_a_rank_that_does_not_vote_is_named(tmp_path: Path) -> None:
     first, _ = run_ranks(late, tmp_path, 2, seconds=2)
     assert first.startswith("RankMissing: rank 1 of group 0 has not voted in round 1 of this group within 2 s")
+
+
+@pytest.mark.parametrize("at", ["add", "get"])
+def test_a_store_that_is_gone_is_told_from_a_rank_that_is_late(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> Any:
+        raise dist.DistNetworkError("connection reset by peer")
+
+    store = dist.HashStore()
+    monkeypatch.setattr(exchange, "store_of", lambda group: (store, 1, 3))
+    monkeypatch.setattr(dist.HashStore, at, gone)
+    with pytest.raises(StoreLost, match="rank 1 cannot reach the store of group 0"):
+        exchange.exchanged("0", "voted in round", "")
