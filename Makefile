@@ -1,10 +1,11 @@
-# v41: what a newcomer and CI run. Everything goes into .venv (or .venv-2.11) beside this file; nothing else is touched.
+# v41: what a newcomer and CI run. Installs into .venv (or .venv-2.11) beside this file; compiled programs are kept in
+# ~/.cache/v41, as wherever v41 runs, and stay there.
 #   make demo       the small model reads and writes text, compiled, checked against eager
 #   make test       lint, types, import rules, tests          make test-2.11   the tests on the oldest torch
 #   make nightly    long property runs, others' models        make mutation    guards of passes broken, one by one
 #   make browser    the page of v41 inspect --html, tried in the Chromium that is on the path
 #   make docs       a reference page for each part, from docstrings, into docs/reference
-#   make clean      removes what the others made
+#   make clean      removes what the others made beside this file
 SHELL := bash
 PYTHON ?= python3
 WORKERS ?= 2

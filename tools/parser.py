@@ -19,7 +19,7 @@ EXAMPLES = {  # command -> what one types, and what for; None: of all commands
         ("v41 capture flash -o run/", "all 40 layers, without weights or a GPU, once"),
         ("v41 inspect run/", "what each layer became: regions, pieces, decisions"),
         ("v41 cost run/ --tokens 1,128,4096", "bytes, operations and the least time of three steps"),
-        ("v41 explain div_7 -m run/", "one node: its line, its passes, its piece, its kernel"),
+        ("v41 explain sinkhorn_1/div_7 -m run/", "one node: its line, its passes, its piece, its kernel"),
         ("v41 why-not fold_sinkhorn -m my_model:make", "your model, a function that returns (model, inputs)"),
         ("v41 bisect python check.py", "the pass with which your check begins to fail"),
     ],
@@ -36,7 +36,7 @@ EXAMPLES = {  # command -> what one types, and what for; None: of all commands
     "cost": [("v41 cost run/ --tokens 16 --gpu B200", "a decode step of 16 rows on another GPU")],
     "partition": [("v41 partition run/", "why each piece begins where it does")],
     "memory": [("v41 memory run/ --tokens 64,8192 --context 32768", "a decode step far into a text, and a prefill")],
-    "timeline": [("v41 timeline --preset flash --rows 16 --trace step.json", "a step of 16 rows, for ui.perfetto.dev")],
+    "timeline": [("v41 timeline flash --rows 16 --trace step.json", "a step of 16 rows, for ui.perfetto.dev")],
     "explain": [
         ("v41 explain mhc_boundary_3 -m run/", "a region: attributes, pass, the lines it holds"),
         ("v41 explain mhc.py:66 -m run/", "what came of a line of the model"),
@@ -44,7 +44,7 @@ EXAMPLES = {  # command -> what one types, and what for; None: of all commands
     "passes": [("v41 passes run/ --strict", "for CI: exit code 1 where a pass failed, or refused what has a hint")],
     "why-not": [
         ("v41 why-not outline_mhc -m run/", "all refused sites, else the nearest miss"),
-        ("v41 why-not outline_mhc view_212 -m run/", "one of them"),
+        ("v41 why-not outline_mhc NODE -m run/", "one of them, by the name that shows"),
     ],
     "diff": [("v41 diff outline_gate -m run/ --all", "every node that a pass added, moved or took away")],
     "kernels": [
