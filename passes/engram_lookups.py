@@ -173,8 +173,10 @@ class Lookup:
                       key=self.order.__getitem__)  # fmt: skip
 
     def hangs_on_ids_alone(self, read: list[Node]) -> bool:
-        """Whether all that `read` comes from are integers that the caller gives, and the tables."""
-        seen, stack = set[Node](), [node for node in read if node not in self._held]
+        """Whether all that `read` comes from are integers that the caller gives, and the tables. A table that the
+        program made, or wrote before, hangs on what it was made of."""
+        made = [node for node in self._held if node.op == "call_function" and not _views_a_table(node)]
+        seen, stack = set[Node](), [*made, *(node for node in read if node not in self._held)]
         while stack:
             node = stack.pop()
             if node in seen or node.op == "get_attr":
@@ -202,9 +204,13 @@ class Lookup:
         for table in self.tables:
             while table not in held:
                 held.add(table)
-                if table.target in VIEWS or table.target is aten.view.dtype:
+                if _views_a_table(table):
                     table = table.args[0]  # type: ignore[assignment]
         return held
+
+
+def _views_a_table(node: Node) -> bool:
+    return node.target in VIEWS or node.target is aten.view.dtype
 
 
 def _may_hash(node: Node) -> bool:

@@ -166,6 +166,22 @@ def test_rows_by_what_was_computed_hang_on_more_than_ids() -> None:
     assert decision.region is not None and decision.region.attrs["ids_alone"] is False
 
 
+def test_rows_of_a_table_that_was_written_hang_on_what_was_written() -> None:
+    """By ids of the caller's, of a table into whose scales a float went."""
+    lookup, at = Lookup(), -2
+    ids, *rest = lookup.tensors()
+
+    def run(x: Tensor, ids: Tensor, *given: Tensor) -> Tensor:
+        given[at].add_((x.sum() > 9).to(torch.uint8))
+        (rows,) = lookup.run(ids, *given)
+        return rows
+
+    gm = trace(run, torch.randn(5, 8), ids, static=rest)
+    apply(canonicalize, gm)
+    (decision,) = apply(outline_engram, gm)
+    assert decision.region is not None and decision.region.attrs["ids_alone"] is False
+
+
 WRONG: dict[str, tuple[Any, str, Any]] = {  # bugs that keep every value: what a region says of itself is wrong
     "whatever it reads is ids": (engram_lookups.Lookup, "role", lambda site, arg: "ids"),
     "any look-up can wait": (engram_lookups.Lookup, "hangs_on_ids_alone", lambda site, read: False),
