@@ -69,6 +69,7 @@ def on_device(table: Tensor, device: torch.device | str) -> Tensor:
         answer = cudart.cudaHostRegister(table.data_ptr(), table.nbytes, READ_BY_ALL | MAPPED)
         if int(answer):
             problem = f"cudaHostRegister says {cudart.cudaGetErrorString(answer)}"
+            forget_refusal(device)
             raise TableNotHeld("on_device", bytes=table.nbytes, problem=problem)
         seen = torch.as_tensor(Registered(table), device=device)
     made = seen.view(table.dtype).view(table.shape)
@@ -76,6 +77,13 @@ def on_device(table: Tensor, device: torch.device | str) -> Tensor:
     if not torch.equal(rows_of(made, ends.to(made.device)).cpu(), rows_of(table, ends)):
         raise TableNotHeld("on_device", bytes=table.nbytes, problem="the device reads other rows than the host")
     return made
+
+
+def forget_refusal(device: torch.device) -> None:
+    """CUDA keeps what it refused as the thread's last error, which the next launch would raise, whoever's it is: this
+    is that launch, for whoever goes on with another way to hold the table."""
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def rows_of(table: Tensor, rows: Tensor) -> Tensor:

@@ -103,14 +103,20 @@ def test_a_cpu_pins_nothing() -> None:
 
 
 class Cudart:
-    """Stands in for the driver: what it was asked, and what it answers."""
+    """Stands in for the driver: what it was asked, what it answers, and the error that the next launch raises."""
 
     def __init__(self, code: int = 0) -> None:
-        self.code, self.calls = code, list[Any]()
+        self.code, self.last, self.calls = code, 0, list[Any]()
 
     def cudaHostRegister(self, *given: int) -> int:
         self.calls.append(("register", *given))
+        self.last = self.code
         return self.code
+
+    def launch(self, *_: Any, **__: Any) -> None:
+        last, self.last = self.last, 0
+        if last:
+            raise RuntimeError(f"CUDA error {last}")
 
     def cudaHostUnregister(self, address: int) -> int:
         self.calls.append(("unregister", address))
@@ -138,6 +144,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: made.calls.append("synchronize"))
     monkeypatch.setattr(torch, "as_tensor", seen)
+    monkeypatch.setattr(torch, "ones", made.launch)
     return made
 
 
@@ -156,6 +163,14 @@ def test_a_driver_that_refuses_is_quoted(driver: Cudart) -> None:
     with pytest.raises(TableNotHeld, match="cudaHostRegister says error 2"):
         on_device(in_memory(table()), "cuda")
     assert len(driver.calls) == 1
+
+
+def test_what_a_driver_refused_is_not_raised_by_the_next_launch(driver: Cudart) -> None:
+    """Whoever leaves the table where it is goes on with the GPU."""
+    driver.code = 2
+    with pytest.raises(TableNotHeld, match="cudaHostRegister says error 2"):
+        on_device(in_memory(table()), "cuda")
+    driver.launch()
 
 
 def test_a_device_that_reads_other_rows_is_noticed(driver: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
