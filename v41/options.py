@@ -61,8 +61,8 @@ def parse(options: Mapping[str, Any] | None, mode: str | None) -> Options:
     parsed = Options(**given)
     worded = {"codegen": CODEGENS, "capture": CAPTURES, "overlap": OVERLAPS, "all_reduce": ALL_REDUCES}
     for name, words in worded.items():
-        if getattr(parsed, name) not in words:
-            raise _invalid(name, getattr(parsed, name), " or ".join(map(repr, words)))
+        if not isinstance(value := getattr(parsed, name), str) or value not in words:
+            raise _invalid(name, value, " or ".join(map(repr, words)))
     if not isinstance(parsed.buckets, Mapping | None) or not all(map(_is_ladder, (parsed.buckets or {}).items())):
         raise _invalid("buckets", parsed.buckets, "a dict from names of sizes to tuples of ascending integers above 0")
     if parsed.verify != NUMERIC and not isinstance(parsed.verify, bool):

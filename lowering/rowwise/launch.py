@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -210,6 +211,9 @@ class GeneratedKernel(Kernel):
         return [((tiles, programs), {**constants, "STEP": step}) for step, programs in steps if tiles]
 
 
+GIVES = Lock()  # spare counters, to one thread at a time
+
+
 @dataclass
 class Arrivals:
     """Counters, one a tile of rows, that every launch leaves at zero. Launches on two streams must not share them.
@@ -225,10 +229,13 @@ class Arrivals:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         counters = self.of_stream.get((device, stream))
         if counters is None or counters.numel() < tiles:
-            spare = self.spare.setdefault(device, [])
-            if not spare or spare[-1].numel() < tiles:
-                spare += torch.zeros(SPARE, max(tiles, TILES), dtype=torch.int32, device=device).unbind()
-            counters = self.of_stream[device, stream] = spare.pop()
+            with GIVES:
+                spare = self.spare.setdefault(device, [])
+                if not spare or spare[-1].numel() < tiles:
+                    spare += torch.zeros(SPARE, max(tiles, TILES), dtype=torch.int32, device=device).unbind()
+                    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                        torch.cuda.current_stream(device).synchronize()  # other streams take of them without waiting
+                counters = self.of_stream[device, stream] = spare.pop()
         return counters
 
 

@@ -6,6 +6,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -300,6 +301,7 @@ def test_inference_mode() -> None:
     [
         ({"options": {"codgen": "eager"}}, UnknownOption),
         ({"options": {"codegen": "cuda"}}, InvalidOptionValue),
+        ({"options": {"overlap": ANY}}, InvalidOptionValue),  # equals all words, as arrays of numpy may
         ({"options": "eager"}, InvalidOptionValue),
         ({"options": {"codegen": "triton"}}, CodegenHasNoDevice),
         ({"options": {"verify": 1}}, InvalidOptionValue),

@@ -20,20 +20,23 @@ class Streams:
     """Stands in for CUDA: which stream is current, and how often memory was zeroed."""
 
     def __init__(self) -> None:
-        self.current, self.zeroed = 1, 0
+        self.current, self.zeroed, self.capturing = 1, 0, False
+        self.behind: list[Tensor] = []  # memory whose zeroing is launched, and not known to be done
 
     def stream(self, device: torch.device) -> Any:
-        return SimpleNamespace(cuda_stream=self.current)
+        return SimpleNamespace(cuda_stream=self.current, synchronize=self.behind.clear)
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.zeroed += 1
-        return ZEROS(*shape, dtype=dtype)
+        self.behind.append(ZEROS(*shape, dtype=dtype))
+        return self.behind[-1]
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     made = Streams()
     monkeypatch.setattr(torch.cuda, "current_stream", made.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
     monkeypatch.setattr(torch, "zeros", made.zeros)
     return made
 
@@ -63,6 +66,15 @@ def test_a_stream_that_captures_takes_counters_that_were_zeroed_before(streams: 
     streams.current = SPARE + 1
     arrivals.on(GPUS[0], 10)
     assert streams.zeroed == 2
+
+
+def test_counters_are_zero_before_another_stream_is_given_some(streams: Streams) -> None:
+    arrivals = Arrivals({}, {})
+    arrivals.on(GPUS[0], 10)
+    assert streams.zeroed == 1 and not streams.behind
+    streams.capturing = True  # no stream may be waited for then; zeroing is work of the graph
+    arrivals.on(GPUS[0], TILES + 1)
+    assert streams.zeroed == 2 and streams.behind
 
 
 def test_more_tiles_than_there_are_counters_for_get_more(streams: Streams) -> None:
