@@ -195,8 +195,7 @@ def _is_mask(node: Node) -> bool:
 
 def _is_pointwise(node: Node) -> bool:
     """Whether it makes each element of the elements that broadcasting puts there."""
-    known = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-    return known or node.target is ops.aten._to_copy.default
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _random(node: Node, generator: torch.Generator) -> Any:

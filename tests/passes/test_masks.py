@@ -54,6 +54,7 @@ ENDS: dict[str, Run] = {
     "what was masked is written": lambda x, a, b, w, cache: cache.copy_(masked(x, a)),
     "one mask after the other": lambda x, a, b, w, cache: masked(masked(x.exp(), a), a & b).sum(1),
     "made to bits": lambda x, a, b, w, cache: masked((x.exp() > 1) & a.unsqueeze(-1), a),
+    "whether it is 0": lambda x, a, b, w, cache: masked(ops.aten._to_copy.default(x, dtype=torch.bool), a),
     "sums of keys": lambda x, a, b, w, cache: masked(torch.cat((x, cache), -1), a).sum(1),
 }
 MATTERS: dict[str, Run] = {
@@ -81,6 +82,7 @@ MATTERS: dict[str, Run] = {
     "no number to the power of 0": lambda x, a, b, w, cache: (x.exp() + 1).floor().clamp(max=1) ** a.unsqueeze(-1),
     "the mask, where a number is large": lambda x, a, b, w, cache: masked(cache, torch.where(x[..., 0] > 50, b, a)),
     "the largest of large ones": lambda x, a, b, w, cache: otherwise(x, a, x.clamp(min=50).amax(1, keepdim=True)),
+    "two results of each number": lambda x, a, b, w, cache: otherwise(x, a, x.frexp()[1].float()),
     "no such kernel": lambda x, a, b, w, cache: masked(ops.aten.index.Tensor(w, [(x * 0).long() + 100]), a),
 }
 
