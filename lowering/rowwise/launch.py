@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from v41._compat import fake_mode_of
 from v41.errors import KernelsNotWritten
 from v41.lowering.gpu import gpu_of
 from v41.lowering.kept import told
@@ -233,10 +234,17 @@ class Arrivals:
                 spare = self.spare.setdefault(device, [])
                 if not spare or spare[-1].numel() < tiles:
                     spare += torch.zeros(SPARE, max(tiles, TILES), dtype=torch.int32, device=device).unbind()
-                    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                        torch.cuda.current_stream(device).synchronize()  # other streams take of them without waiting
+                    if device.type == "cuda" and fake_mode_of(spare) is None:
+                        _finish(device)
                 counters = self.of_stream[device, stream] = spare.pop()
         return counters
+
+
+def _finish(device: torch.device) -> None:
+    """What was launched on the current stream is done: other streams take spare counters without waiting for it. A
+    stream that captures launches nothing yet."""
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
 
 
 def shared_memory(device: torch.device) -> int:
