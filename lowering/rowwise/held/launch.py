@@ -17,7 +17,7 @@ A_THREAD = 8, 32  # elements of a row, at least, and at most where a program has
 USUAL, MOST_WARPS = 8, 16  # of a program: 8 were the fastest for rows of 2,304 to 20,480, at 1 to 4,096 of them
 GROUPS = (1, 2, 4, 16)  # runs of a product's terms, that are tried
 A_WARP = 2048  # results of a product, at most, or its sums do not fit the registers
-SMALL_TILE = 32  # rows, up to which more than three stages were ever faster
+SMALL_TILE = 32  # rows, up to which five stages were ever faster; of larger ones four, where all runs are one loop
 PROGRAMS = 64, 2048  # of a first launch that is tried, at least and at most
 FEW = 64  # rows, up to which a row's second launch has the chip to itself: four warps were the fastest at each
 
@@ -37,14 +37,16 @@ class Spread:
     late: int = 4
 
 
-FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 1, 16, 64 and 418, all terms of a run in flight; to
-    # 2,048 rows as many runs a program as leave two programs to a multiprocessor; warps are those of wgmma, whose
-    # order of sums all share
+FRONTS = (  # most rows, schedule: the fastest tried on an H200 at 22 numbers of rows, 1 to 4,096: many programs of few
+    # runs while rows are few, then whole sums, that a second launch has not to gather, with a warp a row there; warps
+    # of the first are those of wgmma, whose order of sums all share
     (16, Spread(1, 4, 16, 64, 1, 6, split=True)),
-    (64, Spread(1, 4, 32, 64, 1, 5, split=True)),
-    (768, Spread(1, 4, 64, 64, 2, 3, split=True)),
-    (2048, Spread(1, 4, 64, 64, 4, 3, split=True)),
-    (1 << 62, Spread(1, 4, 128, 64, 16, 3, split=True)),
+    (128, Spread(1, 4, 32, 64, 1, 5, split=True)),
+    (288, Spread(1, 4, 32, 64, 2, 5, split=True)),
+    (576, Spread(1, 4, 32, 64, 4, 5, split=True)),
+    (2048, Spread(1, 4, 32, 64, 16, 5, split=True, late=1)),
+    (3072, Spread(1, 4, 64, 64, 16, 4, split=True, late=1)),
+    (1 << 62, Spread(1, 8, 128, 128, 16, 4, split=True, late=1)),
 )
 
 
@@ -76,7 +78,7 @@ class HeldKernel(Kernel):
         tiles = [tile for tile in (16, 32, 64, 128) if min(rows, 256) // 8 <= tile <= max(16, 2 * rows)]
         ways = [Spread(1, warps, tile, columns, group, stages, True, late)
                 for tile in tiles for columns in (64, 128) for group in GROUPS
-                for stages in ((3, 5) if tile <= SMALL_TILE else (3,))
+                for stages in ((3, 5) if tile <= SMALL_TILE else (4,) if group == GROUPS[-1] else (3,))
                 for warps in ((4, 8) if tile * columns > 1 << 12 else (4,))
                 for late in ((4,) if rows <= FEW else (1, 4))
                 if tile * columns <= warps * A_WARP and self._fills(-(-rows // tile), columns, group)]  # fmt: skip
