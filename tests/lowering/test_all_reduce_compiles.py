@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -27,14 +27,18 @@ def workspace(ranks: int = RANKS) -> Workspace:
 
 
 def requests(case: Case, kernel: SummingKernel, rows: list[int], arch: str) -> list[Request]:
+    given = [(*case.own(count, "cpu", 1), *case.others(count, "cpu")) for count in rows]
+    return [request for each in given for request in launches_of(kernel, each, arch)]
+
+
+def launches_of(kernel: SummingKernel, given: Sequence[torch.Tensor], arch: str) -> list[Request]:
+    """What compiles each launch of a call with the tensors `given`."""
     found = []
-    for count in rows:
-        call = kernel.prepare((*case.own(count, "cpu", 1), *case.others(count, "cpu")))
-        for step in call.launches:
-            names = getattr(kernel.module, step.function).arg_names  # type: ignore[attr-defined]
-            types = {name: POINTER[arg.dtype] if isinstance(arg, torch.Tensor) else "i64" if name == "limit" else "i32"
-                     for name, arg in zip(names, step.arguments, strict=False)}  # type: ignore[attr-defined] # fmt: skip
-            found.append(Request(str(kernel.path), step.function, types, step.constants, arch, (), step.options))  # type: ignore[attr-defined]
+    for step in kernel.prepare(given).launches:
+        names = getattr(kernel.module, step.function).arg_names  # type: ignore[attr-defined]
+        types = {name: POINTER[arg.dtype] if isinstance(arg, torch.Tensor) else "i64" if name == "limit" else "i32"
+                 for name, arg in zip(names, step.arguments, strict=False)}  # type: ignore[attr-defined] # fmt: skip
+        found.append(Request(str(kernel.path), step.function, types, step.constants, arch, (), step.options))  # type: ignore[attr-defined]
     return found
 
 

@@ -15,8 +15,10 @@ from torch.fx import GraphModule
 from tests.lowering.ranks import Ranks, shifted
 from tests.lowering.rowwise.boundaries import rms_norm
 from tests.lowering.test_all_reduce import WAYS, added, check_calls, summed
-from tests.lowering.test_all_reduce_compiles import workspace
+from tests.lowering.test_all_reduce_compiles import launches_of, workspace
+from v41.lowering.cross_compile import compile_for
 from v41.lowering.rowwise import Schedule, Unsupported, pass_over
+from v41.lowering.rowwise.schedule import LATER
 from v41.lowering.templates.all_reduce import SummingKernel, generate
 from v41.lowering.templates.all_reduce.launch import MOST
 from v41.regions import behind_sum, front_of_sum
@@ -165,6 +167,19 @@ def test_rows_beyond_one_call_are_named_by_their_place_in_all_of_the_table() -> 
     assert torch.equal(places.flatten(), given[1][-3 * PICKS :])
     kernel.workspace = None
     assert body is not None
+
+
+def test_no_product_is_fused_into_a_sum_on_either_way() -> None:
+    _, kernel = made("weighed")
+    kernel.bind(workspace(COUNT))
+    asked = []
+    for rows in (3, MOST):
+        asked += launches_of(kernel, [*FRONTS["weighed"][1](rows), bf16(rows, WIDTH), torch.rand(WIDTH)], "sm_90")
+    kernel.workspace = None
+    asked = [each for each in asked if each.constants.get("STEP") != LATER and not each.kernel.endswith("_gather")]
+    assert [each.kernel.removeprefix(kernel.name) for each in asked] == ["", "_scatter", ""]
+    for request, fact in zip(asked[:2], compile_for(asked[:2]), strict=True):
+        assert "fma.rn.f32" not in fact.ptx and fact.ptx.count("mul.rn.f32") >= PICKS, request.kernel
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {

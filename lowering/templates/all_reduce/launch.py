@@ -213,7 +213,7 @@ class SummingKernel(GeneratedKernel):
         span = -(-width // units.shares // 16) * 16
         constants = {"ROWS": units.rows, "SHARES": units.shares, "SPAN": span,
                      "COLUMNS": min(units.columns, 1 << (span - 1).bit_length()), "CAPACITY": capacity}  # fmt: skip
-        blocks, options = -(-rows // units.rows), {"num_warps": units.warps}
+        blocks, options = -(-rows // units.rows), {"num_warps": units.warps, "enable_fp_fusion": False}
         epochs, rank = channel.counters, given.rank
         scatter = Launch(f"{self.name}_scatter", (blocks, units.shares),
                          [*mine, *inboxes, *arrived, epochs, rank, rows], constants, options)  # fmt: skip
