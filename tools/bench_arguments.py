@@ -90,8 +90,10 @@ def add_index(command: argparse.ArgumentParser) -> None:
 def add_experts(command: argparse.ArgumentParser) -> None:
     modes = "bench: times and errors (the default); tune: times of several tiles"
     command.add_argument("mode", nargs="?", choices=("bench", "tune"), default="bench", help=modes)
-    rows = [1, 16, 64, 256]
+    rows, weights = [1, 16, 64, 256], ["bf16", "packed"]
     command.add_argument("--rows", type=positive, nargs="+", default=rows, metavar="N", help=f"tokens ({spaced(rows)})")
+    command.add_argument("--weights", choices=weights, nargs="+", default=weights, metavar="KIND",
+                         help=f"how weights are held ({spaced(weights)})")  # fmt: skip
 
 
 def add_allreduce(command: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from v41._compat import lazy_graph_module
 
-META = "v41_region"  # the key of a body's GraphModule.meta under which its Region lies
+META = "v41_region"  # the key of a body's GraphModule.meta under which its Region lies, and of meta of what was in one
 REDUCED = "all_reduce_boundary"
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
@@ -89,6 +89,11 @@ def cuts(region: Region, kinds: Collection[str]) -> bool:
     """Whether `region` is a piece of its own where `kinds` are: not if it is a norm with nothing behind it, which is
     one kernel beside whatever stands there, too."""
     return region.kind in kinds and region.attrs.get("then") != ()
+
+
+def made_in(node: Node) -> Region | None:
+    """The innermost region that `node` was in before it was inlined."""
+    return node.meta.get(META)
 
 
 def body_of(call: Node) -> GraphModule:
@@ -181,8 +186,7 @@ def inline(gm: GraphModule, call: Node) -> None:
             if node.op in ("placeholder", "output"):
                 continue
             copy = gm.graph.node_copy(node, env.__getitem__)
-            if not is_region(call):
-                copy.meta.update(_modules_in(call, node))
+            copy.meta.update({META: region_of(call)} if is_region(call) else _modules_in(call, node))
             if node.op == "get_attr":
                 copy.target = _adopt(gm, str(node.target), body.get_submodule(str(node.target)))
             elif node.target is invoke_subgraph:  # its second argument names the subgraph, and names differ in `gm`
