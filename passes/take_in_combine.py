@@ -105,7 +105,9 @@ def is_made_otherwise(site: Site) -> Node | None:
 
 
 def is_read_elsewhere(site: Site) -> Node | None:
-    return is_read_inside(site.members, [node for node in site.members if node not in site.front])
+    """By what reads the sum, too: several rows of a table are no row to it."""
+    outside = is_read_inside([site.part, site.call], [site.call])
+    return outside or is_read_inside(site.front, [site.part])
 
 
 def is_no_row_of_the_sum(site: Site) -> Node | None:

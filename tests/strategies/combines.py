@@ -28,6 +28,7 @@ FLAWS = {  # what is wrong -> the rule it breaks
     "read elsewhere": RETURNED,
     "no sum of rows": "the part is a sum, a cast or a view of rows",
     "read on the way": "what is on the way to the part is read there alone",
+    "read behind the sum": "what is on the way to the part is read there alone",
     "flat": "each row of the part is made of rows of its own",
     "in other rows": "each row of the part is made of rows of its own",
     "named otherwise": "rows are named by a sort of as many",
@@ -61,6 +62,8 @@ class Combine:
         if self.flaw == "read on the way":
             taken.append(y.sin())
             y = y + x
+        if self.flaw == "read behind the sum":
+            h, y = y, y + x
         y = y.half().bfloat16() if self.twice else y
         y = y @ held[-1].new_ones(self.mixture.width, self.mixture.width) if self.flaw == "a product" else y
         if self.flaw == "read elsewhere":
