@@ -6,14 +6,15 @@
 Decoded whole, the experts of a released layer are 9 GB a product, written and read back at every step, of which a few
 tokens need a hundredth. The kernel (packed_kernel.py) reads codes and scales, 27 % of the bytes of bf16, of the groups
 that have rows, and serves any number of them. Site: a product in a region of experts, which says that its weights are
-"mxfp4/32" (or another group), known by what their decoding computes; both factors bf16, all contiguous, no bias. x is
-put in the order in which codes come out of their bytes, by nodes that Inductor fuses into what makes x. Exact but for
-the order of fp32 sums: e2m1 times a power of two is a bf16. On a CPU each group with rows is decoded alone.
+"mxfp4/32" (or another group), known by what their decoding computes; both factors bf16, all contiguous, terms a
+multiple of 64, no bias. x is put in the order in which codes come out of their bytes, by nodes that Inductor fuses into
+what makes x. Exact but for the order of fp32 sums: e2m1 times a power of two is a bf16. On a CPU each group with rows
+is decoded alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,7 +33,7 @@ from v41.regions import made_in
 aten = torch.ops.aten
 KIND, FORMAT = "experts", "mxfp4/"
 BYTES = (torch.uint8, torch.int8, torch.float8_e8m0fnu)
-LARGEST = 128  # terms of a tile
+LEAST, LARGEST = 16 * UNIT, 128  # terms of a tile: a product of a code of each unit has 16
 KERNEL = Kernel(NAME, TEXT, [], [])
 
 
@@ -47,9 +48,10 @@ class Tiles:
 
 
 def tiles_for(rows: int, groups: int) -> Tiles:
-    """Tiles that hold most groups at once, by the mean number of rows."""
+    """Tiles that hold most groups at once, by the mean number of rows; what is decoded meets many of them."""
     mean = -(-rows // groups)
-    return Tiles(next(most for most in (16, 32, 64, 128) if 4 * mean <= most or most == 128))
+    most = next(most for most in (16, 32, 64, 128) if 4 * mean <= most or most == 128)
+    return Tiles(most) if most < 64 else Tiles(most, 128, warps=8)
 
 
 def step_of(terms: int) -> int:
@@ -68,20 +70,25 @@ def packed_on_gpu(x: Tensor, pairs: Tensor, scales: Tensor, ends: Tensor, step: 
 
 
 def launch(x: Tensor, pairs: Tensor, scales: Tensor, ends: Tensor, step: int, tiles: Tiles | None = None) -> Tensor:
-    groups, columns, terms = pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]
-    chosen = tiles or tiles_for(x.shape[0], groups)
-    out = x.new_empty(x.shape[0], columns)
+    chosen = tiles or tiles_for(x.shape[0], pairs.shape[0])
+    out = x.new_empty(x.shape[0], pairs.shape[1])
     if x.shape[0]:
-        grid = (groups * -(-columns // chosen.columns),)
-        KERNEL.function[grid](x, pairs.view(torch.int16), scales.view(torch.uint8), ends, out,
-                              **constants(columns, terms, terms // scales.shape[2], step, chosen),
+        grid, constants = launched(x.shape[0], pairs.shape, scales.shape[2], step, chosen)
+        KERNEL.function[grid](x, pairs.view(torch.int16), scales.view(torch.uint8), ends, out, **constants,
                               PACKED=packs(x.device), num_warps=chosen.warps)  # fmt: skip
     return out
 
 
-def constants(columns: int, terms: int, group: int, step: int, tiles: Tiles) -> dict[str, int]:
-    return {"COLUMNS": columns, "TERMS": terms, "GROUP": group, "ROWS": tiles.rows, "BLOCK": tiles.columns,
-            "STEP": step, "STAGES": tiles.stages}  # fmt: skip
+def launched(
+    rows: int, stored: Sequence[int], scales: int, step: int, tiles: Tiles
+) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and tl.constexpr arguments, for pairs of sizes `stored` and so many scales a column."""
+    groups, columns, pairs = stored
+    by_row = rows < groups
+    grid = ((rows if by_row else groups) * -(-columns // tiles.columns),)
+    return grid, {"GROUPS": groups, "PADDED": 1 << (groups - 1).bit_length(), "COLUMNS": columns, "TERMS": 2 * pairs,
+                  "SCALED": 2 * pairs // scales, "ROWS": tiles.rows, "BLOCK": tiles.columns, "STEP": step,
+                  "STAGES": tiles.stages, "BY_ROW": by_row}  # fmt: skip
 
 
 def packed_on_cpu(x: Tensor, pairs: Tensor, scales: Tensor, ends: Tensor, step: int) -> Tensor:
@@ -181,7 +188,7 @@ def site_of(product: Node) -> Site | None:
     if tuple(pairs.shape) != shapes[0] or tuple(scales.shape[:2]) != shapes[1] or scales.ndim != 3:
         return None
     group = terms // scales.shape[2]
-    fits = group.bit_count() == 1 and UNIT <= group <= step_of(terms) >= 16 and group * scales.shape[2] == terms
+    fits = group.bit_count() == 1 and UNIT <= group <= step_of(terms) >= LEAST and group * scales.shape[2] == terms
     dense = all(each.is_contiguous() for each in (pairs, scales)) and known_equal(ends.meta["val"].stride(0), 1)
     if not fits or not dense or ends.meta["val"].dtype != torch.int32:
         return None

@@ -119,11 +119,11 @@ def _part(sizes: Sequence[Any], common: Sequence[int]) -> list[int] | None:
 
 
 def _draw(node: Node, common: Sequence[int], seed: int) -> Tensor:
-    """Random bytes in the type of a stored tensor, as many as a part has: no NaN, scales near 1."""
+    """Random bytes in the type of a stored tensor, as many as a part has: no NaN, and no product beyond a bf16."""
     value, generator = fake(node), torch.Generator().manual_seed(seed)
     sizes = _part(value.shape, common)  # type: ignore[union-attr]
     if seed == 1:
-        return torch.randint(117, 137, sizes, generator=generator, dtype=torch.uint8).view(value.dtype)  # type: ignore[arg-type, union-attr]
+        return torch.randint(16, 240, sizes, generator=generator, dtype=torch.uint8).view(value.dtype)  # type: ignore[arg-type, union-attr]
     drawn = torch.randint(0, 256, sizes, generator=generator, dtype=torch.uint8)  # type: ignore[arg-type]
     if value.dtype is torch.float8_e4m3fn:  # type: ignore[union-attr]
         drawn = drawn.where(drawn & 0x7F != 0x7F, 0)

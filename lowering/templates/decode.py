@@ -98,8 +98,8 @@ def gain_of(values: str, scales: str) -> float:
 
 
 def keys_text(values: str, scales: str) -> str:
-    """Two functions: `{values}_{scales}_scale(byte)`, int32 -> int32, and `{values}_{scales}_keys(held, by, ...)`:
-    units [ROWS, UNITS] and the scale of each -> a tile of keys."""
+    """Functions `{values}_{scales}_scale(byte)`, int32 -> int32, `_units(held, by, ..)`: units and the scale of each ->
+    their channels apart, and `_keys(held, by, ..)`: the same as a tile of keys."""
     out = ", ".join(["tl.bfloat16"] * UNIT)
     folded, name = folds(values, scales), f"{values}_{scales}"
     scale, factor = f"({SCALES[scales]}).to(tl.float32)", "(by << 16).to(tl.float32, bitcast=True)"
@@ -119,8 +119,8 @@ def {name}_scale(byte):
 
 
 @triton.jit
-def {name}_keys(held, by, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr):
-    """Units [ROWS, UNITS] and their scales -> a tile of keys [ROWS, {UNIT} * UNITS] bf16{less}."""
+def {name}_units(held, by, PACKED: tl.constexpr):
+    """Units and their scales -> {UNIT} tiles of their shape, bf16{less}: the first channel of each, the second ..."""
     if PACKED:
         k0, k1, k2, k3 = tl.inline_asm_elementwise("""
 {asm(values, folded)}
@@ -128,6 +128,13 @@ def {name}_keys(held, by, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.co
     else:
         scale = {factor}
 {"".join(f"        k{n} = ({value} * scale).to(tl.bfloat16)" + chr(10) for n, value in enumerate(plain))[:-1]}
+    return k0, k1, k2, k3
+
+
+@triton.jit
+def {name}_keys(held, by, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr):
+    """Units [ROWS, UNITS] and their scales -> a tile of keys [ROWS, {UNIT} * UNITS]."""
+    k0, k1, k2, k3 = {name}_units(held, by, PACKED)
     return joined(k0, k1, k2, k3, ROWS, UNITS)
 '''
 
