@@ -122,7 +122,7 @@ def fused(total: Total) -> bool:
 
 def remarks(run: Run, gpu: GPU) -> Iterator[str]:
     yield "estimated from shapes, not measured: each operand read once, each result written once, at full rate"
-    yield "whole     what a region decodes before it picks from it counts whole: packed experts all, for any rows"
+    yield "whole     what a region decodes before it picks from it counts whole, save weights of experts without rows"
     yield "~         counted as one kernel, which is not generated for all of them: Inductor fuses what it can"
     yield "apart     bytes and launches of the same work with a kernel for each node"
     yield f"{gpu.name:9} {gpu.bytes_per_s / 1e12:.3g} TB/s, {gpu.flops_per_s / 1e12:.0f} TFLOP/s bf16: {gpu.source}"

@@ -4,7 +4,8 @@
 
 An operator reads each operand once and writes its results; a view is free. A gather reads what it takes and not all of
 the cache, grouped products read the weights of at most as many experts as there are rows. A region counts as one
-kernel would: its operands and results once, the work of its body; `parts` sums up the nodes of the body instead.
+kernel would: its operands and results once, the work of its body, and of what decodes the weights of grouped products
+as much as those read; `parts` sums up the nodes of the body instead.
 flops: torch.utils.flop_counter's formula where it has one, else one an element computed or, in a reduction, read.
 Operators that move, sort or compare places do none; of one that is unknown nobody knows (None), and it is named.
 """
@@ -138,10 +139,48 @@ class Costs:
 
     def _region(self, call: Node) -> Cost:
         body = body_of(call)
-        inside = self.parts(body)
+        inside, shares = self.parts(body), decoding(body)
         inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
-        read = sympy.Add(*(taken(node) for node in inputs))
-        return Cost(read, bytes_of(call), inside.flops, 1, inside.unknown)
+        read = sympy.Add(*(taken(node) * _share(node, shares) for node in inputs))
+        spared = [(1 - share) * (self.node(node).flops or ZERO) for node, share in shares.items() if computes(node)]
+        flops = None if inside.flops is None else inside.flops - sympy.Add(*spared)
+        return Cost(read, bytes_of(call), flops, 1, inside.unknown)
+
+
+def decoding(body: GraphModule) -> dict[Node, Expr]:
+    """Operands and nodes that make the weights of grouped products and nothing else, an expert's apart from the
+    others': the share of them that rows need, of whom each meets one expert."""
+    found: dict[Node, Expr] = {}
+    for node in reversed(body.graph.nodes):
+        value = fake(node)
+        if value is None or not value.ndim or not node.users:
+            continue
+        shares = {found.get(user) if user.target is not aten._grouped_mm.default else _needed(user, node)
+                  for user in node.users}  # fmt: skip
+        share = shares.pop()
+        if share is not None and not shares and sizes(node)[0] == _experts(node, found):
+            found[node] = share
+    return found
+
+
+def _needed(grouped: Node, weights: Node) -> Expr | None:
+    """Of a grouped product that reads `weights` as such."""
+    if grouped.args[1] is not weights or weights in (grouped.args[0], *grouped.args[2:]) or len(sizes(weights)) != 3:
+        return None
+    return sympy.Min(sizes(weights)[0], sizes(cast("Node", grouped.args[0]))[0]) / sizes(weights)[0]
+
+
+def _experts(node: Node, found: dict[Node, Expr]) -> Expr:
+    """How many the products have that `node` is for."""
+    user = next(iter(node.users))
+    while user in found:
+        user = next(iter(user.users))
+    return sizes(cast("Node", user.args[1]))[0]
+
+
+def _share(operand: Node, shares: dict[Node, Expr]) -> Expr:
+    """What is read whole, to be decoded, counts by its share."""
+    return shares.get(operand, sympy.Integer(1)) if taken(operand) == bytes_of(operand) else sympy.Integer(1)
 
 
 def bytes_of(node: Node) -> Expr:
@@ -223,5 +262,3 @@ def flops_of(node: Node) -> Expr | None:
 
 def _is_pointwise(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-
-

@@ -11,13 +11,16 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.counted import calls_of
+from tests.invariants import copy_program
+from tests.lowering.test_packed_products import outlined
 from tests.passes.test_trim_replay import trimmed
 from tests.strategies.rows import build, fakes, step
 from tests.strategies.tracing import trace
 from v41.passes.analysis import cost
-from v41.passes.analysis.cost import Cost, Costs
+from v41.passes.analysis.cost import Cost, Costs, decoding
+from v41.passes.analysis.counts import computes
 from v41.passes.matching import shape
-from v41.regions import outline
+from v41.regions import body_of, outline, regions
 
 ROWS, REQUESTS, LONGEST, LOGITS, KEPT = (str(fakes()[i].shape[0]) for i in (0, 8, 9, 10, 11))
 CHUNKS = [(0, 4), (3, 5), (1, 1)]  # 10 rows, 3 requests, 3 rows of logits
@@ -56,6 +59,30 @@ def test_few_rows_read_few_experts() -> None:
     node = nodes_of(gm, "_grouped_mm")[0]
     one, two = (Costs().node(node).at(**{ROWS: rows}).read for rows in (1, 2))
     assert (one, two) == (2 * (2 * 8 + 2 * 64) + 4 * 5, 2 * (4 * 8 + 4 * 64) + 4 * 5)  # two picks a row
+
+
+def test_packed_experts_that_no_row_meets_are_neither_read_nor_decoded() -> None:
+    """Four experts of 64 by 64, 5 rows with 2 picks each in the trace, so both numbers of rows meet all or few."""
+    (call,) = regions(outlined(), "experts")
+    found = Costs().node(call)
+    (rows,) = (str(symbol) for symbol in found.read.free_symbols)
+    few, all_of_them, more = (found.at(**{rows: count}) for count in (1, 2, 3))
+    each = 3 * (64 * 32 + 64 * 2)  # bytes of an expert: codes and scales of three products
+    a_row = (all_of_them.read - few.read) - 2 * each
+    assert more.read - all_of_them.read == a_row and few.read == 2 * each + a_row
+    decoded = Costs().parts(body_of(call)).at(**{rows: 1}).flops - few.flops
+    whole = sum(Costs().node(node).flops or 0 for node in decoding(body_of(call)) if computes(node))
+    assert decoded == whole / 2 > 0
+
+
+def test_what_others_read_too_is_decoded_whole() -> None:
+    (call,) = regions(copy_program(outlined()), "experts")
+    body = body_of(call)
+    (first, *_) = body.graph.find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default)
+    before = len(decoding(body))
+    results = body.graph.output_node().args[0]
+    body.graph.output_node().args = ((*results, first.args[1]),)  # type: ignore[misc]
+    assert 0 < len(decoding(body)) < before
 
 
 def test_a_write_in_place_leaves_the_rest_of_the_cache() -> None:
