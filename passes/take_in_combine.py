@@ -105,9 +105,9 @@ def is_made_otherwise(site: Site) -> Node | None:
 
 
 def is_read_elsewhere(site: Site) -> Node | None:
-    """By what reads the sum, too: several rows of a table are no row to it."""
-    outside = is_read_inside([site.part, site.call], [site.call])
-    return outside or is_read_inside(site.front, [site.part])
+    """By what reads the sum, too: several rows of a table are no row to it, nor is a table read as rows."""
+    outside = is_read_inside([site.part, site.call], [site.call]) or is_read_inside(site.front, [site.part])
+    return outside or next((node for node in _tables(site) if site.call in node.users), None)
 
 
 def is_no_row_of_the_sum(site: Site) -> Node | None:

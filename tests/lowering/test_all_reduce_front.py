@@ -198,3 +198,16 @@ def test_refuses_with_a_reason(reason: str) -> None:
     front, own = REFUSED[reason]
     refusal = generate(body_of(front, own()), COUNT)
     assert isinstance(refusal, Unsupported) and reason in refusal.reason, refusal
+
+
+def test_a_table_that_is_read_as_rows_too_is_refused() -> None:
+    """Rows beyond one call are cut off for who reads rows, and named by their place in all of it for who gathers."""
+
+    class Both(nn.Module):
+        def forward(self, x: Tensor, places: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            y = x + summed(x[places])
+            return y, rms_norm(y, w)
+
+    given = (bf16(7, WIDTH), torch.randperm(7), torch.rand(WIDTH))
+    refusal = generate(captured(Both(), given, 2), COUNT)
+    assert isinstance(refusal, Unsupported) and (refusal.node, refusal.reason[:10]) == ("x", "is a table"), refusal

@@ -31,6 +31,7 @@ FLAWS = {  # what is wrong -> the rule it breaks
     "read behind the sum": "what is on the way to the part is read there alone",
     "flat": "each row of the part is made of rows of its own",
     "in other rows": "each row of the part is made of rows of its own",
+    "a table of rows": "what is on the way to the part is read there alone",
     "named otherwise": "rows are named by a sort of as many",
     "scattered rows are added": WIDER,
     "an input is written": "nothing is written in between, and no effect reads it there",
@@ -64,6 +65,8 @@ class Combine:
             y = y + x
         if self.flaw == "read behind the sum":
             h, y = y, y + x
+        if self.flaw == "a table of rows":  # it is added behind the sum, row by row
+            y = y + h[x[:, 0].argsort()]
         y = y.half().bfloat16() if self.twice else y
         y = y @ held[-1].new_ones(self.mixture.width, self.mixture.width) if self.flaw == "a product" else y
         if self.flaw == "read elsewhere":

@@ -24,7 +24,7 @@ from v41.lowering.rowwise.fuse import fuse
 from v41.lowering.rowwise.header import header
 from v41.lowering.rowwise.phases import assign_phases
 from v41.lowering.rowwise.read import NotRowwise, Program, described, read
-from v41.lowering.templates.all_reduce.front import Front, SumOf, read_front
+from v41.lowering.templates.all_reduce.front import Front, SumOf, Table, read_front
 from v41.lowering.templates.all_reduce.launch import SummingKernel
 from v41.lowering.templates.all_reduce.text import ROWS_OF_SUM, SummingEmitter
 from v41.lowering.templates.all_reduce.two_shots import shots_of_two
@@ -70,7 +70,7 @@ def _generate(body: GraphModule, ranks: int, name: str, block: int) -> SummingKe
     if any(expr.data[3] != 1 for expr in loads):  # as [T, D, 4] beside rows of D: what is sent lies side by side
         raise NotRowwise(part, "has columns that do not lie side by side")
     front = None if before is None else read_front(before, program.axes)
-    inputs = program.inputs if front is None else _inputs_of_both(placeholders, behind, program, front)
+    inputs = program.inputs if front is None else _inputs_of_both(flat, behind, program, front)
     phases = assign_phases(fuse(program))
     sum_of = SumOf(number, source, ranks, inputs, front)
     stem = f"{name}_{digest(_text(SummingEmitter(phases, block, sum_of), 'kernel'))}"
@@ -99,11 +99,15 @@ def _generate(body: GraphModule, ranks: int, name: str, block: int) -> SummingKe
     )
 
 
-def _inputs_of_both(placeholders: list[str], behind: GraphModule, program: Program, front: Front) -> list[Any]:
+def _inputs_of_both(flat: GraphModule, behind: GraphModule, program: Program, front: Front) -> list[Any]:
     """The inputs of a body that makes its part, by their place in the body."""
     read_behind = [node.name for node in behind.graph.find_nodes(op="placeholder")]
     known = front.inputs | dict(zip(read_behind, program.inputs, strict=True))
-    return [known.get(name) for name in placeholders]
+    placeholders = flat.graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        if isinstance(front.inputs.get(node.name), Table) and node.name in read_behind:
+            raise NotRowwise(node, "is a table in front of the sum, and has rows behind it")  # of which a call has some
+    return [known.get(node.name) for node in placeholders]
 
 
 def _text(emitter: SummingEmitter, name: str) -> str:
