@@ -26,9 +26,11 @@ from torch import SymInt
 from torch.fx import GraphModule, Node
 
 from v41._compat import known_equal
+from v41.passes.analysis.effects import bases, viewed_args
 from v41.passes.matching import RESHAPES, aten, fake, interface, is_constant, prims, same_sizes, shape
 from v41.passes.norms import role_of
 from v41.passes.outline_experts import KIND as EXPERTS
+from v41.passes.reinplace_cache_writes import IN_PLACE, PART
 from v41.passes.sites import STAYS, Rule, broken_rule, is_read_inside
 from v41.regions import REDUCED, inline, invoke_subgraph, is_region, outline, region_of, regions
 from v41.report import Decision, applied, refused
@@ -129,6 +131,20 @@ def is_wider_than_the_part(site: Site) -> Node | None:
     return next((node for node in wide if fake(node).dtype.itemsize > part.dtype.itemsize), None)  # type: ignore[union-attr]
 
 
+def is_written_over(site: Site) -> Node | None:
+    """A write on top of what would be read behind it from then on: it could not happen in place (the next pass)."""
+    stack = [base for leaf in site.leaves for base in bases(leaf)]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            writes = user.args[:1] == (node,) and (user.target in IN_PLACE or user.target in PART)
+            if writes and site.order[user] < site.order[site.call]:
+                return user
+            if viewed_args(user) == [node]:
+                stack.append(user)
+    return None
+
+
 RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("experts' outputs are added up to the part, which nobody else reads", is_no_combine),
     ("the part is a sum, a cast or a view of rows", is_made_otherwise),
@@ -136,6 +152,7 @@ RULES: tuple[Rule[Site], ...] = (  # in order: each may rely on those above
     ("each row of the part is made of rows of its own", is_no_row_of_the_sum),
     ("rows are named by a sort of as many", names_rows_otherwise),
     ("what it is made of is no wider than the part", is_wider_than_the_part),
+    ("what it is made of is not written over meanwhile", is_written_over),
     STAYS,  # nothing comes back: what is on the way is read there alone, and what the region returns comes later
 )
 

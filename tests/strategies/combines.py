@@ -34,6 +34,7 @@ FLAWS = {  # what is wrong -> the rule it breaks
     "a table of rows": "what is on the way to the part is read there alone",
     "named otherwise": "rows are named by a sort of as many",
     "scattered rows are added": WIDER,
+    "written over": "what it is made of is not written over meanwhile",
     "an input is written": "nothing is written in between, and no effect reads it there",
 }
 SUMS["named otherwise"] = lambda y, by, k: y[by.argsort().flip(0).flip(0)].view(-1, k, y.shape[1]).float().sum(1)
@@ -67,6 +68,9 @@ class Combine:
             h, y = y, y + x
         if self.flaw == "a table of rows":  # it is added behind the sum, row by row
             y = y + h[x[:, 0].argsort()]
+        if self.flaw == "written over":
+            y = y + h
+            h = h.slice_scatter(x[:, :8], 1, 0, 8)
         y = y.half().bfloat16() if self.twice else y
         y = y @ held[-1].new_ones(self.mixture.width, self.mixture.width) if self.flaw == "a product" else y
         if self.flaw == "read elsewhere":
