@@ -2,8 +2,8 @@
 
 As in eager, an op on bf16 or fp16 reads them as fp32 and rounds its result once; integers stay what they are.
 Allow-list: left out are `fmod` and `remainder` (their result jumps by a whole divisor where the quotient differs in
-its last bit), integer division, a cast to fp8 of what may lie beyond its largest number (torch's releases differ there)
-and random numbers.
+its last bit), integer division, shifts by numbers that are not fixed, a cast to fp8 of what may lie beyond its largest
+number (torch's releases differ there) and random numbers.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ TEXT = {  # op -> Triton, with operands a, b, c
     "floor": "tl.floor({a})", "ceil": "tl.ceil({a})", "cos": "tl.cos({a})", "sin": "tl.sin({a})", "erf": "tl.erf({a})",
 }  # fmt: skip
 
+OF_BOOLS = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}  # what arithmetic on booleans is
+
 Rule = Callable[..., Expr]
 
 
@@ -53,6 +55,10 @@ def computed(b: Builder, dtype: torch.dtype, op: str, *args: Expr) -> Expr:
     """`op`, for a result of `dtype`: on fp32 and rounded, or on integers."""
     if dtype.is_floating_point:
         return rounded(b, dtype, b.apply(op, *(wide(b, arg) for arg in args)))
+    if dtype == torch.bool:
+        if op not in OF_BOOLS:
+            raise Refused(f"takes {op} of booleans")
+        op = OF_BOOLS[op]
     return b.apply(op, *(b.cast(arg, dtype) for arg in args), dtype=dtype)
 
 
@@ -88,20 +94,44 @@ def scaled(op: str) -> Rule:
     """add and sub: the second operand times alpha."""
 
     def rule(b: Builder, dtype: torch.dtype, x: Expr, y: Expr, alpha: float = 1) -> Expr:
-        right = y if alpha == 1 else b.apply("mul", wide(b, y), b.const(float(alpha)))
-        return computed(b, dtype, op, x, right)
+        if alpha != 1 and dtype.is_floating_point:
+            y = b.apply("mul", wide(b, y), b.const(float(alpha)))
+        elif alpha != 1:
+            y = computed(b, dtype, "mul", y, scalar(b, alpha, dtype))
+        return computed(b, dtype, op, x, y)
+
+    return rule
+
+
+def whole(op: str) -> Rule:
+    """floor and ceil: integers are what they are."""
+
+    def rule(b: Builder, dtype: torch.dtype, x: Expr) -> Expr:
+        return computed(b, dtype, op, x) if dtype.is_floating_point else b.cast(x, dtype)
+
+    return rule
+
+
+def shift(op: str) -> Rule:
+    """By a number of bits that the type has; what is beyond differs by device."""
+
+    def rule(b: Builder, dtype: torch.dtype, x: Expr, y: Expr) -> Expr:
+        if y.op != "const" or not 0 <= int(str(y.data[0])) < 8 * dtype.itemsize:
+            raise Refused("shifts by what is no number of its bits")
+        return logical(op)(b, dtype, x, y)
 
     return rule
 
 
 def cast(b: Builder, dtype: torch.dtype, x: Expr, *_: Any, **__: Any) -> Expr:
     if dtype == torch.bool:
+        x = wide(b, x) if x.dtype.is_floating_point else x
         return b.apply("ne", x, b.const(0, x.dtype), dtype=dtype)
     if dtype in FP8 and max(map(abs, bounds(x))) > FP8[dtype]:
         raise Refused(f"casts to {dtype} what may lie beyond its largest number")
     if dtype not in (*FLOATS, *INTS, *FP8) or (dtype in INTS and x.dtype in FP8):
         raise Refused(f"casts to {dtype}")
-    return b.cast(x, dtype)
+    return b.cast(wide(b, x) if x.dtype in FP8 and dtype in FP8 else x, dtype)
 
 
 def bounds(x: Expr) -> tuple[float, float]:
@@ -135,13 +165,14 @@ def divide(b: Builder, dtype: torch.dtype, x: Expr, y: Expr, shared: bool = Fals
 
 
 def power(b: Builder, dtype: torch.dtype, x: Expr, y: Expr) -> Expr:
-    x = wide(b, x)
+    kind = torch.float32 if dtype.is_floating_point else dtype  # integers multiply as such
+    x = b.cast(x, kind)
     exponent = float(str(y.data[0])) if y.op == "const" else None
     if exponent in (2.0, 3.0):
-        square = b.apply("mul", x, x)
-        return rounded(b, dtype, square if exponent == 2.0 else b.apply("mul", square, x))
+        square = b.apply("mul", x, x, dtype=kind)
+        return rounded(b, dtype, square if exponent == 2.0 else b.apply("mul", square, x, dtype=kind))
     by = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "recip"}.get(exponent or 0.0)
-    if by is None:
+    if by is None or kind != torch.float32:
         raise Refused(f"raises to the power {exponent}")
     return rounded(b, dtype, b.apply(by, x))
 
@@ -233,7 +264,10 @@ def scalar(b: Builder, value: float, dtype: torch.dtype) -> Expr:
     """A Python number beside values of `dtype`."""
     if dtype.is_floating_point or isinstance(value, float):
         return b.const(float(value))
-    return b.const(int(value), torch.int32 if dtype == torch.bool else dtype)
+    kind = torch.int32 if dtype == torch.bool else dtype
+    if not torch.iinfo(kind).min <= value <= torch.iinfo(kind).max:
+        raise Refused(f"takes {value} for a number of {kind}")
+    return b.const(int(value), kind)
 
 
 def clamp_high(b: Builder, dtype: torch.dtype, x: Expr, high: Any) -> Expr:
@@ -244,8 +278,8 @@ ELEMENTWISE: dict[Any, Rule] = {
     **{op: simple(op.name().split("::")[1].split(".")[0]) for op in (
         aten.mul.Tensor, aten.neg.default, aten.rsqrt.default, aten.sqrt.default, aten.exp.default, aten.log.default,
         aten.abs.default, aten.sigmoid.default, aten.maximum.default, aten.minimum.default, aten.exp2.default,
-        aten.log2.default, aten.floor.default, aten.ceil.default, aten.cos.default, aten.sin.default,
-        aten.erf.default)},
+        aten.log2.default, aten.cos.default, aten.sin.default, aten.erf.default)},
+    aten.floor.default: whole("floor"), aten.ceil.default: whole("ceil"),
     **{op: scaled(op.name().split("::")[1].split(".")[0]) for op in (
         aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)},
     **{op: compare(op.name().split("::")[1].split(".")[0]) for name in ("eq", "ne", "lt", "le", "gt", "ge")
@@ -253,7 +287,8 @@ ELEMENTWISE: dict[Any, Rule] = {
     **{op: logical(name) for name, op in (("and", aten.logical_and.default), ("or", aten.logical_or.default),
        ("not", aten.logical_not.default), ("and", aten.bitwise_and.Tensor), ("or", aten.bitwise_or.Tensor),
        ("not", aten.bitwise_not.default), ("and", aten.bitwise_and.Scalar), ("or", aten.bitwise_or.Scalar),
-       ("xor", aten.bitwise_xor.Tensor), ("xor", aten.bitwise_xor.Scalar), ("xor", aten.logical_xor.default),
+       ("xor", aten.bitwise_xor.Tensor), ("xor", aten.bitwise_xor.Scalar), ("xor", aten.logical_xor.default))},
+    **{op: shift(name) for name, op in (
        ("lshift", aten.__lshift__.Scalar), ("lshift", aten.bitwise_left_shift.Tensor_Scalar),
        ("lshift", aten.bitwise_left_shift.Tensor), ("rshift", aten.__rshift__.Scalar),
        ("rshift", aten.bitwise_right_shift.Tensor_Scalar), ("rshift", aten.bitwise_right_shift.Tensor))},

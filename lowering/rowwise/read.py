@@ -215,6 +215,7 @@ def value_of(program: Program, node: Node, env: dict[Node, Any]) -> Any:
         return _run(program, body_of(node), [env[arg] for arg in node.args[2:]])  # type: ignore[index]
     if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
         return None  # arithmetic on sizes: the shapes in meta already hold its result
+    check_numbers(node)
     args: Any = torch.fx.map_arg(node.args, lambda n: env[n])
     kwargs = {key: value for key, value in node.kwargs.items() if value is not None}
     if node.target is operator.getitem:
@@ -256,14 +257,19 @@ def _is_shared(divisors: Value) -> bool:
 
 
 def is_operand(arg: Any) -> bool:
-    """Whether an elementwise op computes with `arg`, which is not a flag."""
-    return isinstance(arg, (Value, int, float)) and not isinstance(arg, bool)
+    """Whether an elementwise op computes with `arg`."""
+    return isinstance(arg, (Value, int, float))
+
+
+def check_numbers(node: Node) -> None:
+    """Refused where `node` takes a number that a run brings, such as that of rows. Sizes in a list are in its meta."""
+    for arg in (*node.args, *node.kwargs.values()):
+        if isinstance(arg, Node) and not isinstance(arg.meta.get("val"), (torch.Tensor, tuple, list)):
+            raise Refused("computes with a size that is not fixed")
 
 
 def _as_value(program: Program, arg: Any) -> Value:
     if isinstance(arg, Value):
         return arg
-    if not isinstance(arg, (int, float)):
-        raise Refused("computes with a size that is not fixed")
     constant: Expr = program.builder.const(float(arg))
     return Value((), np.array(constant, dtype=object).reshape(()), torch.float32)

@@ -87,7 +87,7 @@ def cat(program: Program, meta: Any, parts: list[Value], dim: int = 0) -> Value:
 
 def full(program: Program, meta: Any, *args: Any, **kwargs: Any) -> Value:
     """full, zeros_like and the like: one constant for all elements."""
-    number = next((arg for arg in reversed(args) if isinstance(arg, (int, float))), 0.0)
+    number = next(arg for arg in reversed(args) if isinstance(arg, (int, float)))
     constant = program.builder.cast(program.builder.const(float(number)), meta.dtype)
     one = Value((), np.array(constant, dtype=object).reshape(()), meta.dtype)
     return ax.expand(program.axes, one, tuple(meta.shape))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from v41.lowering.rowwise.elementwise import TEXT
+from v41.lowering.rowwise.elementwise import FP8, TEXT
 from v41.lowering.rowwise.expr import Expr, reachable
 from v41.lowering.rowwise.held.index import Along, Digit, Index, Lane
 from v41.lowering.rowwise.held.prelude import HELPERS
@@ -93,7 +93,10 @@ class Lines:
     def _text(self, expr: Expr) -> str:
         names = [self.names[arg] for arg in expr.args]
         if names and all(arg.op == "const" for arg in expr.args) and expr.op != "cast":
-            names[0] = self._constant(expr.args[0], expr.args[0].dtype)  # else Python computes it, by its own rules
+            names[0] = self.constant(expr.args[0], expr.args[0].dtype)  # else Python computes it, by its own rules
+        for i, arg in enumerate(expr.args):  # nor may Triton take a type of its own, where no operand says which
+            if arg.op == "const" and (arg.dtype == torch.bool or (is_choice(expr) and i == 1)):
+                names[i] = self.constant(arg, arg.dtype)
         match expr.op:
             case "fetch":
                 return self._fetch(expr)
@@ -112,13 +115,13 @@ class Lines:
                 return f"{names[0]}.to({TRITON[expr.dtype]}, bitcast=True)"
             case "cast":
                 if expr.args[0].op == "const":
-                    return self._constant(expr.args[0], expr.dtype)
+                    return self.constant(expr.args[0], expr.dtype)
                 return f"{names[0]}.to({TRITON[expr.dtype]})"
             case "ordered" | "unordered":
                 return f"{expr.op}({names[0]})"
         return TEXT[expr.op].format(**dict(zip("abc", names, strict=False)))
 
-    def _constant(self, expr: Expr, dtype: torch.dtype) -> str:
+    def constant(self, expr: Expr, dtype: torch.dtype) -> str:
         return f"tl.full([{', '.join(['1'] * self.space.rank)}], {self.names[expr]}, {TRITON[dtype]})"
 
     def _and_there(self, lanes: Iterable[Lane]) -> str:
@@ -132,7 +135,8 @@ class Lines:
         assert tensor is not None
         terms = [f"{tensor.name}_ptr"] + [f"row * {row}"] * bool(row) + [self.index(offset)]
         mask = self.mask(bool(row), expr.lanes)
-        return f"tl.load({' + '.join(terms)}{f', mask={mask}, other=0' if mask else ''})"
+        other = "0.0" if expr.dtype in FP8 else "0"
+        return f"tl.load({' + '.join(terms)}{f', mask={mask}, other={other}' if mask else ''})"
 
     def _fold(self, expr: Expr) -> str:
         (x,), (op, over) = expr.args, expr.data
@@ -156,6 +160,8 @@ class Lines:
             else:
                 text = f"tl.{'max' if op == 'maximum' else 'min'}({text}, {axis}, keep_dims=True)"
         text = f"unordered({text})" if op != "add" and floating else text
+        if op != "add" and expr.dtype.itemsize < 4 and not floating:
+            text = f"{text}.to({TRITON[expr.dtype]})"  # Triton folds short ones as int32
         return text if in_tiles(expr.lanes) else f"bare({text})"
 
     def _rank(self, expr: Expr) -> None:
@@ -192,6 +198,11 @@ class Lines:
         self.compute([store.value])
         where = f"{tensor.name}_ptr + row * {tensor.stride} + {self.index(store.offset)}"
         self.say(f"tl.store({where}, {self.names[store.value]}, mask={self.mask(True, store.lanes)})")
+
+
+def is_choice(expr: Expr) -> bool:
+    """Whether `expr` is one of two constants that are no floats."""
+    return expr.op == "where" and not expr.dtype.is_floating_point and {x.op for x in expr.args[1:]} == {"const"}
 
 
 def _neutral(op: str, expr: Expr, floating: bool) -> str:

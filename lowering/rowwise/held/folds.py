@@ -14,6 +14,7 @@ import torch
 from torch import ops
 
 from v41.lowering.rowwise.axes import Refused
+from v41.lowering.rowwise.elementwise import cast
 from v41.lowering.rowwise.expr import Builder, Expr
 from v41.lowering.rowwise.held.index import Index, Lane, NeedsSplit, at
 from v41.lowering.rowwise.held.values import Held, Indices, Lazy, Shape, aligned, check_size
@@ -53,6 +54,8 @@ def fold(held: Held, op: str, x: Lazy, dims: Any, keep: bool, dtype: torch.dtype
 
 def spread(held: Held, size: int, used: set[Lane]) -> list[Index]:
     """The indices of an axis: each by itself, or one in lanes for each of its runs."""
+    if size == 0:
+        raise Refused("folds no elements")
     if size <= SPELLED:
         return [at(i) for i in range(size)]
     run = size // held.runs_of(size)
@@ -123,8 +126,10 @@ def extreme(op: str) -> Any:
 
 def any_of(held: Held, meta: Any, x: Lazy, dims: Any = None, keep: bool = False) -> Lazy:
     dims = [dims] if isinstance(dims, int) else dims
-    found = fold(held, "maximum", x, dims, keep, torch.int32)
     b = held.builder
+    if x.dtype != torch.bool:
+        given, x = x, Lazy(held, x.shape, torch.bool, lambda index: cast(b, torch.bool, given.at(index)))
+    found = fold(held, "maximum", x, dims, keep, torch.int32)
     return Lazy(held, found.shape, torch.bool,
                 lambda index: b.apply("ne", found.at(index), b.const(0, torch.int32), dtype=torch.bool))  # fmt: skip
 

@@ -19,14 +19,14 @@ from v41.lowering.rowwise.held.index import Along
 from v41.lowering.rowwise.held.read import Kept
 from v41.lowering.rowwise.held.spaces import Space
 from v41.lowering.rowwise.names import Names
-from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
+from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
 
 
 def front_lines(lines: Lines, kept: Kept, names: Names, order: list[Expr]) -> None:
     """The body of a kernel with a front, said to `lines`."""
     front = kept.front
     assert front is not None
-    _, run = runs(front.depth // front.block)
+    _, run = front.runs
     lines.say("tile = tl.program_id(0)", f"if STEP != {LATER}:")
     lines.indent += 1
     lines.say("if PDL:  # the second launch may come up while this one runs",
@@ -51,7 +51,10 @@ def front_lines(lines: Lines, kept: Kept, names: Names, order: list[Expr]) -> No
     left.compute([front.left])
     lines.say(f"column = tl.minimum(begin + tl.arange(0, COLUMNS)[:, None], {front.columns - 1})")
     right.compute([front.right])
-    weights, rows = names[front.right], f"tl.broadcast_to({names[front.left]}, [TILE, {front.block}])"
+    weights, rows = _name(right, front.right), f"tl.broadcast_to({_name(left, front.left)}, [TILE, {front.block}])"
+    if front.right.lanes != {k, n}:
+        lines.say(f"factors = tl.broadcast_to({weights}, [COLUMNS, {front.block}])")
+        weights = "factors"
     lines.say("block = tl.zeros([COLUMNS, TILE], tl.float32)")
     lines.say(*dot_lines("block", weights, front.right.dtype, rows, front.left.dtype))
     lines.say("sums = sums + block")
@@ -79,3 +82,8 @@ def front_lines(lines: Lines, kept: Kept, names: Names, order: list[Expr]) -> No
     lines.say("first = (tile * inside + sub) * ROWS")
     rows_lines(lines, kept, order)
     lines.indent -= 3
+
+
+def _name(side: Lines, x: Expr) -> str:
+    """`x` as a tile, if only of one element."""
+    return side.constant(x, x.dtype) if x.op == "const" else side.names[x]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from v41.lowering.rowwise.held.products import Front
-from v41.lowering.rowwise.launch import Call, Kernel, comes_up_early
-from v41.lowering.rowwise.schedule import ALL, FIRST, LATER, runs
+from v41.lowering.rowwise.held.products import BLOCK, Front
+from v41.lowering.rowwise.launch import Call, Kernel, comes_up_early, shared_memory
+from v41.lowering.rowwise.schedule import ALL, FIRST, LATER
 
 SHORT = 128  # elements that a program should have at least, of several rows where one has fewer
 A_THREAD = 8, 32  # elements of a row, at least, and at most where a program has more than USUAL warps
@@ -94,6 +94,8 @@ class HeldKernel(Kernel):
     def prepare(self, tensors: Sequence[Any], schedule: Spread | None = None) -> Call:
         read, rows, device = self.given(tensors)
         chosen = self.chosen(tensors, rows, device) if schedule is None else schedule
+        if self.front is not None:
+            chosen = fitting(chosen, shared_memory(device))
         outputs = self.results(rows, device)
         options = {"num_warps": chosen.warps, "enable_fp_fusion": False}
         if self.front is None:
@@ -118,8 +120,14 @@ class HeldKernel(Kernel):
         return Call(launches, [*read, *outputs, partials, counters, step, rows], options, outputs, counters, late)
 
 
+def fitting(spread: Spread, shared: int) -> Spread:
+    """`spread` with as many stages as surely find room in `shared` bytes: all but one wait there with a block each."""
+    block = (spread.tile + spread.columns) * BLOCK * torch.float32.itemsize
+    return replace(spread, stages=max(min(spread.stages, shared // block + 1), 2))
+
+
 def front_facts(front: Front | None) -> tuple[int, int, int, int] | None:
     """What a launch needs to know of a product in front."""
     if front is None:
         return None
-    return front.columns, front.stride, *runs(front.depth // front.block)
+    return front.columns, front.stride, *front.runs

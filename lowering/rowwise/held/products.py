@@ -21,9 +21,11 @@ from v41.lowering.rowwise.held.index import Along, Index, at
 from v41.lowering.rowwise.held.values import Held, Indices, Lazy, aligned, inside
 from v41.lowering.rowwise.held.views import shape_of
 from v41.lowering.rowwise.products import Unrounded
+from v41.lowering.rowwise.schedule import RUNS
 
 aten = ops.aten
 SHORT = 1 << 12  # elements of a row's products that are summed in registers
+BLOCK = 64  # terms of a long product that are taken at a time, at most
 WHOLE_ROW = ("fold", "rank", "summed")
 
 
@@ -40,7 +42,14 @@ class Front:
     @property
     def block(self) -> int:
         """Terms taken at a time: fixed, since the order of the sums follows from it."""
-        return min(self.depth & -self.depth, 64)
+        return min(self.depth & -self.depth, BLOCK)
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """How many runs a sum is cut into, and blocks a run: what comes out even, since no term is padded."""
+        blocks = self.depth // self.block
+        count = max(n for n in range(1, RUNS + 1) if blocks % n == 0)
+        return count, blocks // count
 
     @property
     def stride(self) -> int:

@@ -27,7 +27,16 @@ from v41.lowering.rowwise.held.index import Index, Lane, NeedsSplit, Part
 from v41.lowering.rowwise.held.products import Front
 from v41.lowering.rowwise.held.values import Held, Indices, Lazy, TooLarge, aligned
 from v41.lowering.rowwise.held.views import NeedsCut, shape_of
-from v41.lowering.rowwise.read import PLACEMENT, NotRowwise, Tensor, described, is_operand, outputs_of, walk
+from v41.lowering.rowwise.read import (
+    PLACEMENT,
+    NotRowwise,
+    Tensor,
+    check_numbers,
+    described,
+    is_operand,
+    outputs_of,
+    walk,
+)
 from v41.regions import body_of, invoke_subgraph
 
 APART = 8  # elements of an outer axis that are stored one by one where all are too many at once
@@ -97,7 +106,8 @@ def _in_parts(body: GraphModule, cuts: bool) -> Kept:
 
 def parts_of(body: GraphModule) -> int:
     """Into how many parts the results of a row fall: the size of axis 1, if it is not the last and all have it."""
-    shapes = [node.meta["val"].shape for node in outputs_of(body) if isinstance(node, Node)]
+    values = [node.meta["val"] for node in outputs_of(body) if isinstance(node, Node)]
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
     sizes = {shape[1] if len(shape) > 2 and isinstance(shape[1], int) else 1 for shape in shapes}
     return sizes.pop() if len(sizes) == 1 else 1
 
@@ -113,6 +123,8 @@ def _read(body: GraphModule, parts: int, cuts: bool) -> Kept:
     for number, (node, value) in enumerate(zip(outputs_of(body), results, strict=True)):
         if not isinstance(value, Lazy) or value.shape[:1] != (None,):
             raise NotRowwise(end, f"has no row axis in output {number}")
+        if 0 in value.shape:
+            raise NotRowwise(node, "returns no elements")
         outputs.append(described(f"out_{number}", node))
         try:
             stores += _stores(held, number, value, parts_of(body))
@@ -159,6 +171,7 @@ def _call(held: Held, node: Node, env: dict[Node, Any]) -> Any:
     meta = node.meta.get("val")
     if not isinstance(meta, (torch.Tensor, tuple, list)):
         return None  # arithmetic on sizes: the shapes in meta already hold its result
+    check_numbers(node)
     args: Any = torch.fx.map_arg(node.args, lambda n: env[n])
     kwargs = {key: value for key, value in node.kwargs.items() if value is not None}
     if node.target is operator.getitem:
@@ -182,8 +195,6 @@ def _elementwise(held: Held, node: Node, args: tuple[Any, ...], kwargs: dict[str
     unknown = sorted(kwargs.keys() - {"alpha", "min", "max"})
     if unknown:
         raise Refused(f"calls {node.target} with {unknown[0]}")
-    if any(arg is None and isinstance(given, Node) for arg, given in zip(args, node.args, strict=True)):
-        raise Refused("computes with a size that is not fixed")
     beside = next((arg.dtype for arg in args if isinstance(arg, Lazy)), dtype)
     like = dtype if dtype != torch.bool else beside
 
@@ -209,10 +220,13 @@ def _stores(
     if not strides:
         sizes = [size or 1 for size in value.shape[1:]]
         strides = (0, *(int(torch.Size(sizes[i + 1 :]).numel()) for i in range(len(sizes))))
-    if value.parts:
+    in_parts = held.parts > 1  # axis 1 is all programs' then, and not to be cut
+    if value.parts and not (in_parts and value.parts[0][0] == 1):
         return [store for dim, start, part in value.parts for store in
                 _stores(held, output, part, parts, base + start * strides[dim], strides)]  # fmt: skip
-    boxes = list(product(*(_runs(held, size or 1) for size in value.shape)))
+    boxes = list(product(*(
+        [(0, size or 1)] if in_parts and axis == 1 else _runs(held, size or 1)
+        for axis, size in enumerate(value.shape))))  # fmt: skip
     found: list[Store] = []
     while boxes:
         box = boxes.pop(0)
@@ -225,7 +239,8 @@ def _stores(
         except TooLarge:
             if held.parts < parts and held.front is None:
                 raise NeedsParts from None
-            axis = next((i for i, (first, last) in enumerate(box[:-1]) if 1 < last - first <= APART), None)
+            axis = next((i for i, (first, last) in enumerate(box[:-1])
+                         if 1 < last - first <= APART and not (in_parts and i == 1)), None)  # fmt: skip
             if axis is None:
                 raise
             boxes[:0] = [(*box[:axis], (i, i + 1), *box[axis + 1 :]) for i in range(*box[axis])]

@@ -44,10 +44,13 @@ def assign(order: Sequence[Expr], extra: Iterable[tuple[Index, frozenset[Lane]]]
     stride: dict[Lane, int] = {}
     meetings: list[list[Lane]] = []
     for expr in order:
-        meetings.append(in_tiles(expr.lanes | expr.args[0].lanes if expr.op in ("fold", "rank") else expr.lanes))
+        found = expr.lanes | expr.args[0].lanes if expr.op in ("fold", "rank") else expr.lanes
         for each in expr.data:
+            if isinstance(each, tuple):
+                found |= set(each)  # those that are folded, or ranked though nothing varies along them
             if isinstance(each, Index):
                 strides_of(each, stride)
+        meetings.append(in_tiles(found))
     for offset, whole in extra:
         meetings.append(in_tiles(whole))
         strides_of(offset, stride)

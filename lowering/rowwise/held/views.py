@@ -16,7 +16,7 @@ from torch import ops
 
 from v41._compat import known_equal
 from v41.lowering.rowwise.axes import Refused
-from v41.lowering.rowwise.held.index import Index, at, divide
+from v41.lowering.rowwise.held.index import Index, Part, at, divide
 from v41.lowering.rowwise.held.values import Held, Indices, Lazy, Shape, flat
 
 aten = ops.aten
@@ -162,6 +162,8 @@ def ask_for_cut(held: Held, where: Index, place: int, before: int, after: int) -
         if held.splits_at is None or not along.terms or min(before, after) < SHORTEST:
             continue
         first = next((factor, atom) for factor, atom in along.terms)
+        if isinstance(first[1], Part):
+            continue  # of which a program has one element
         step = next((f // first[0] for f, a in where.terms if a == first[1] and f % first[0] == 0), 0)
         rest = where + (along * -step)
         if step > 0 and rest.terms == tuple(t for t in rest.terms if t[0] > 0) and rest.highest - rest.const < step:
@@ -172,7 +174,7 @@ def ask_for_cut(held: Held, where: Index, place: int, before: int, after: int) -
 
 def full(held: Held, meta: Any, *args: Any, **kwargs: Any) -> Lazy:
     """full, zeros_like and the like: one constant for all elements."""
-    value = next((arg for arg in reversed(args) if isinstance(arg, (int, float))), 0)
+    value = next(arg for arg in reversed(args) if isinstance(arg, (int, float)))
     return Lazy(held, shape_of(held, meta), meta.dtype, lambda index: constant(held, value, meta.dtype))
 
 
