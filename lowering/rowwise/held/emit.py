@@ -18,7 +18,7 @@ import torch
 
 from v41.lowering.rowwise.elementwise import FP8, TEXT
 from v41.lowering.rowwise.expr import Expr, reachable
-from v41.lowering.rowwise.held.index import Along, Digit, Index, Lane
+from v41.lowering.rowwise.held.index import Along, Digit, Index, Lane, Taken
 from v41.lowering.rowwise.held.prelude import HELPERS
 from v41.lowering.rowwise.held.read import Kept, Store
 from v41.lowering.rowwise.held.spaces import Space, assign, in_tiles
@@ -27,6 +27,7 @@ from v41.lowering.rowwise.prelude import PRELUDE
 
 FOLDS = {"add": 0, "maximum": 1, "minimum": 2}
 BIG = 1 << 30  # above every place of a row
+FAR = 1 << 31  # from where on an index is no int32, as all that is computed with lanes is
 
 
 class Lines:
@@ -52,7 +53,13 @@ class Lines:
     # ---- indices and masks
 
     def index(self, index: Index) -> str:
-        terms = [self._times(self._atom(atom), factor) for factor, atom in index.terms]
+        far = max(index.highest, -index.lowest) >= FAR
+        terms = list[str]()
+        for factor, atom in index.terms:
+            text = self._atom(atom)
+            if far and not is_long(atom) and abs(factor) * atom.size >= FAR // len(index.terms):
+                text = f"{text}.to(tl.int64)"
+            terms.append(self._times(text, factor))
         return " + ".join(terms + [str(index.const)] * (index.const != 0 or not terms)).replace("+ -", "- ")
 
     def _atom(self, atom: Any) -> str:
@@ -198,6 +205,13 @@ class Lines:
         self.compute([store.value])
         where = f"{tensor.name}_ptr + row * {tensor.stride} + {self.index(store.offset)}"
         self.say(f"tl.store({where}, {self.names[store.value]}, mask={self.mask(True, store.lanes)})")
+
+
+def is_long(atom: Any) -> bool:
+    """Whether the kernel has `atom` as an int64."""
+    if isinstance(atom, Digit):
+        return any(is_long(inner) for _, inner in atom.inner.terms)
+    return isinstance(atom, Taken) and atom.expr.dtype == torch.int64
 
 
 def is_choice(expr: Expr) -> bool:

@@ -162,3 +162,19 @@ def test_a_product_has_as_many_stages_as_find_room(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(launch, "shared_memory", lambda device, shared=shared: shared)
         call = kernel.prepare(random_inputs(body, 4000))
         assert {constants["STAGES"] for _, constants in call.launches} == {stages}
+
+
+def test_indices_beyond_int32_are_int64(interpreter: Interpreter) -> None:
+    count = lambda x: x.to(torch.int64) + torch.arange(0, 20_000_000_000, 2_000_000_000)
+    check_equal(interpreter, count, torch.randn(7, 10))
+    look_up = lambda i, table: torch.nn.functional.embedding(i, table)
+    body, kernel = generated(look_up, [torch.zeros(7, 2, dtype=torch.int32)], [torch.randn(9, 64)], how=hold)
+    assert "int64" not in loaded(kernel.source)
+    table = next(n for n in body.graph.nodes if getattr(n.meta.get("val"), "shape", ()) == (9, 64))
+    table.meta["val"] = table.meta["val"].new_empty(1 << 26, 64)  # 2^32 elements, which are nowhere
+    assert "67108863).to(tl.int64) * 64" in loaded(hold(body).source)
+
+
+def loaded(source: str) -> str:
+    """The line that reads the table."""
+    return next(line for line in source.splitlines() if "tl.load(" in line and "tl.minimum(" in line)
