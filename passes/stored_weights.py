@@ -6,15 +6,16 @@
     "bfloat16"           as it is; also where the decoding is unknown: then its result counts as stored
 
 Scales are the bytes of e8m0. To decode all weights of a release would take minutes and gigabytes, and a decoding treats
-all experts and outputs alike. So it runs on the least part that is whole: the sizes in front of the inputs are divided
-by what they have in common in all stored tensors. What does not work on such a part is unknown.
+all experts and outputs alike. So it runs on a part that is whole: of what the sizes in front of the inputs have in
+common in all stored tensors, a few are left, so that one that turns or adds up experts is told from one that does not.
+What does not work on such a part is unknown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from v41.passes.matching import RESHAPES, aten, cone, fake, shape
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BYTES = (torch.uint8, torch.int8)
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+FEW = 3  # of a size that are drawn, or a few more
+APART = 97  # bytes that are drawn: a prime, so all come
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def read_weight(order: Mapping[Node, int], weight: Node) -> Weight:
     if told is None:
         return plain
     name, expected = told
-    common = [gcd(size, shape(values)[i], shape(scales)[i]) for i, size in enumerate(sizes[:-1])]
+    common = [_spared(gcd(size, shape(values)[i], shape(scales)[i]) or 1) for i, size in enumerate(sizes[:-1])]
     with outside_fake_mode(), torch.no_grad():
         drawn = _draw(values, common, 0), _draw(scales, common, 1)
         found = _run_part(nodes, {values: drawn[0], scales: drawn[1]}, common)
@@ -110,8 +113,13 @@ def _powers(scales: Tensor) -> Tensor:
 # ---- running a part
 
 
+def _spared(common: int) -> int:
+    """By which a size is divided so that FEW or more of what is in common are left."""
+    return common // next(left for left in range(min(FEW, common), common + 1) if common % left == 0)
+
+
 def _part(sizes: Sequence[Any], common: Sequence[int]) -> list[int] | None:
-    """`sizes` with those in front divided by what they have in common; None where that leaves no whole part."""
+    """`sizes` with those in front divided by `common`; None where that leaves no whole part."""
     front = sizes[: len(common)]
     if len(front) < len(common) or any(size % each for size, each in zip(front, common, strict=True)):
         return None
@@ -119,15 +127,19 @@ def _part(sizes: Sequence[Any], common: Sequence[int]) -> list[int] | None:
 
 
 def _draw(node: Node, common: Sequence[int], seed: int) -> Tensor:
-    """Random bytes in the type of a stored tensor, as many as a part has: no NaN, and no product beyond a bf16."""
+    """Bytes in the type of a stored tensor, as many as a part has, in a random order, each as often as others and few
+    of them far apart: no NaN, and no product beyond a bf16."""
     value, generator = fake(node), torch.Generator().manual_seed(seed)
-    sizes = _part(value.shape, common)  # type: ignore[union-attr]
+    assert value is not None
+    sizes = _part(value.shape, common)
+    assert sizes is not None
+    drawn = torch.randperm(prod(sizes), generator=generator).reshape(sizes) * APART
     if seed == 1:
-        return torch.randint(16, 240, sizes, generator=generator, dtype=torch.uint8).view(value.dtype)  # type: ignore[arg-type, union-attr]
-    drawn = torch.randint(0, 256, sizes, generator=generator, dtype=torch.uint8)  # type: ignore[arg-type]
-    if value.dtype is torch.float8_e4m3fn:  # type: ignore[union-attr]
+        return (drawn % 224 + 16).to(torch.uint8).view(value.dtype)
+    drawn = (drawn % 256).to(torch.uint8)
+    if value.dtype is torch.float8_e4m3fn:
         drawn = drawn.where(drawn & 0x7F != 0x7F, 0)
-    return drawn.view(value.dtype)  # type: ignore[union-attr]
+    return drawn.view(value.dtype)
 
 
 def _run_part(nodes: Sequence[Node], given: Mapping[Node, Tensor], common: Sequence[int]) -> Tensor | None:

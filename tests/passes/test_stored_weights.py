@@ -37,9 +37,29 @@ def by_row(weight: Tensor, scale: Tensor) -> Tensor:
     return (weight.float() * power_of_two(scale)).bfloat16()
 
 
-def in_halves(weight: Tensor, scale: Tensor) -> Tensor:
-    """No part of the halves is a block and the scale of a block."""
-    return (dequantize_fp8_weight(weight, scale).view(2, 48, 64) * 1.0).view(96, 64) * 1.0
+def in_fifths(weight: Tensor, scale: Tensor) -> Tensor:
+    """No part of five is a part of ten blocks and their scales."""
+    return (dequantize_fp8_weight(weight, scale).view(5, 64, 64) * 1.0).view(320, 64) * 1.0
+
+
+def turned(pairs: Tensor, scale: Tensor) -> Tensor:
+    return dequantize_mxfp4(pairs, scale).flip(0)
+
+
+def added_up(pairs: Tensor, scale: Tensor) -> Tensor:
+    return dequantize_mxfp4(pairs, scale).cumsum(1).bfloat16()
+
+
+def below(pairs: Tensor, scale: Tensor) -> Tensor:
+    return dequantize_mxfp4(pairs, scale.clamp(48, 255))
+
+
+def above(pairs: Tensor, scale: Tensor) -> Tensor:
+    return dequantize_mxfp4(pairs, scale.clamp(0, 208))
+
+
+def but_one_byte(pairs: Tensor, scale: Tensor) -> Tensor:
+    return dequantize_mxfp4(pairs ^ (pairs == 0x83), scale)
 
 
 PAIRS, E4M3 = torch.zeros(6, 48, 32, dtype=torch.uint8), torch.zeros(96, 64).to(torch.float8_e4m3fn)
@@ -49,7 +69,12 @@ DECODINGS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, tuple[int
     "the high nibble first": (high_first, PAIRS, (6, 48, 2), "bfloat16"),
     "fp8 blocks": (dequantize_fp8_weight, E4M3, (3, 2), "fp8/32x32"),
     "fp8 rows": (by_row, E4M3, (96, 1), "fp8/1x64"),
-    "in parts of its own": (in_halves, E4M3, (3, 2), "bfloat16"),
+    "in parts of its own": (in_fifths, torch.zeros(320, 64).to(torch.float8_e4m3fn), (10, 2), "bfloat16"),
+    "another expert's": (turned, PAIRS, (6, 48, 2), "bfloat16"),
+    "outputs added up": (added_up, PAIRS, (6, 48, 2), "bfloat16"),
+    "scales from a bound on": (below, PAIRS, (6, 48, 2), "bfloat16"),
+    "scales up to a bound": (above, PAIRS, (6, 48, 2), "bfloat16"),
+    "another byte": (but_one_byte, PAIRS, (6, 48, 2), "bfloat16"),
     "a power too much": (scaled_twice, E4M3, (3, 2), "bfloat16"),
 }
 
