@@ -30,9 +30,9 @@ def {NAME}(x, units, scales, ends, out, GROUPS: tl.constexpr, PADDED: tl.constex
     if BY_ROW:
         own, each = group, tl.arange(0, PADDED)
         before = (tl.load(ends + each, mask=each < GROUPS, other=0) <= own) & (each < GROUPS)
-        group = tl.sum(before.to(tl.int32))
+        group = tl.minimum(tl.sum(before.to(tl.int32)), GROUPS - 1)  # scales are read ahead, of a row behind all too
         first = tl.load(ends + group - 1, mask=group > 0, other=0)
-        end = tl.load(ends + group, mask=(group < GROUPS) & (first == own), other=0)  # 0: another row's, or nobody's
+        end = tl.load(ends + group, mask=first == own, other=0)  # 0: another row's; behind all no more than own
     else:
         end = tl.load(ends + group)
         first = tl.load(ends + group - 1, mask=group > 0, other=0)

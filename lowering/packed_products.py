@@ -35,6 +35,7 @@ KIND, FORMAT = "experts", "mxfp4/"
 BYTES = (torch.uint8, torch.int8, torch.float8_e8m0fnu)
 LEAST, LARGEST = 16 * UNIT, 128  # terms of a tile: a product of a code of each unit has 16
 KERNEL = Kernel(NAME, TEXT, [], [])
+TURNS = (aten.permute.default, aten.transpose.int)
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def launch(x: Tensor, pairs: Tensor, scales: Tensor, ends: Tensor, step: int, ti
     out = x.new_empty(x.shape[0], pairs.shape[1])
     if x.shape[0]:
         grid, constants = launched(x.shape[0], pairs.shape, scales.shape[2], step, chosen)
+        pairs = pairs.clone() if pairs.storage_offset() % 2 else pairs  # two are read at a time
         KERNEL.function[grid](x, pairs.view(torch.int16), scales.view(torch.uint8), ends, out, **constants,
                               PACKED=packs(x.device), num_warps=chosen.warps)  # fmt: skip
     return out
@@ -184,6 +186,8 @@ def site_of(product: Node) -> Site | None:
     if {rows.dtype, weights.dtype, product.meta["val"].dtype} != {torch.bfloat16} or rows.ndim != 2:
         return None
     groups, terms, columns = weights.shape
+    if not _is_transposed(given["mat2"]) or any(each.dtype not in BYTES for each in (pairs, scales)):
+        return None
     shapes = [(groups, columns, terms // 2), (groups, columns)]
     if tuple(pairs.shape) != shapes[0] or tuple(scales.shape[:2]) != shapes[1] or scales.ndim != 3:
         return None
@@ -193,6 +197,21 @@ def site_of(product: Node) -> Site | None:
     if not fits or not dense or ends.meta["val"].dtype != torch.int32:
         return None
     return Site(product, x, stored[0], stored[1], ends, terms)
+
+
+def _is_transposed(weights: Node) -> bool:
+    """Whether it is what was decoded, which has terms last, with terms and columns exchanged and nothing else. Where
+    sizes are equal, shapes do not tell."""
+    node, axes = weights, [0, 1, 2]
+    while node.target in TURNS:
+        given: Any = node.args
+        if node.target is aten.permute.default:
+            turned = [axis % 3 for axis in given[1]]
+        else:
+            a, b = (axis % 3 for axis in given[1:])
+            turned = [{a: b, b: a}.get(axis, axis) for axis in range(3)]
+        node, axes = given[0], [turned[axis] for axis in axes]
+    return axes == [0, 2, 1] and not getattr(node.target, "is_view", False)
 
 
 def _stored(weights: Node) -> Iterator[Node]:

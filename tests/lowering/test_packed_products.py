@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from v41.lowering.packed_products import (
     KERNEL,
     Tiles,
     decoded,
+    launch,
     launched,
     packed_of_fakes,
     packed_on_cpu,
@@ -158,7 +162,26 @@ def test_released_widths_compile_without_a_spill(arch: str, record_property: Cal
         assert facts.spill_bytes == 0 and programs * facts.shared_bytes <= 227 << 10
 
 
+def test_no_scale_behind_the_last_group_is_read_ahead() -> None:
+    """Loads of scales move in front of the question whether a program has rows: a row behind all has a group, too."""
+    types = {"x": "*bf16", "units": "*i16", "scales": "*u8", "ends": "*i32", "out": "*bf16"}
+    _, constants = launched(6, (384, 2304, 2560), 160, 128, Tiles(16))
+    given = constants | {"PACKED": True}
+    (facts,) = compile_for([Request(str(KERNEL.path), KERNEL.name, types, given, "sm_90", (), {"num_warps": 4})])
+    assert re.search(r"min\.[su]32[^;]*, 383;", facts.ptx.split("ld.global.nc.u8")[0])
+
+
 # ---- the operator
+
+
+def test_pairs_that_begin_at_an_odd_byte_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, pairs, scales, ends = case([3, 2], 64)
+    odd = torch.cat((pairs.new_zeros(1), pairs.flatten()))[1:].view(pairs.shape)
+    given: list[Tensor] = []
+    function = defaultdict(lambda: lambda *args, **constants: given.extend(args[:4]))
+    monkeypatch.setattr("v41.lowering.packed_products.KERNEL", SimpleNamespace(function=function))
+    launch(x, odd, scales, ends, 64)
+    assert torch.equal(given[1].view(torch.uint8), pairs) and given[1].dtype == torch.int16
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=GROUPS), st.sampled_from(TERMS), st.integers(0, 99))
@@ -262,6 +285,29 @@ def test_pairs_that_do_not_lie_side_by_side_stay() -> None:
         value = node.meta["val"]
         if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.shape[-1] == 32:
             node.meta["val"] = value.new_empty_strided(value.shape, (value.stride(0) * 2, *value.stride()[1:]))
+    assert packed_products(flat) == (0, 3)
+
+
+@pytest.mark.parametrize("axes", [(0, 2, 1), (2, 1, 0)])
+def test_products_that_are_no_transpose_of_what_is_stored_stay(axes: tuple[int, ...]) -> None:
+    """Though all their sizes fit: as many experts as columns and terms, or as many columns as terms."""
+    flat = flatten(outlined())
+    for product in flat.graph.find_nodes(op="call_function", target=aten._grouped_mm.default):
+        weights = product.args[1]
+        assert weights.target is aten.permute.default
+        with flat.graph.inserting_before(product):
+            turned = flat.graph.call_function(aten.permute.default, (weights, list(axes)))
+        turned.meta = {**weights.meta, "val": weights.meta["val"]}
+        product.update_arg(1, turned)
+    assert packed_products(flat) == (0, 3)
+
+
+def test_codes_that_were_widened_outside_stay() -> None:
+    flat = flatten(outlined())
+    for node in flat.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.shape[-1] == 32:
+            node.meta["val"] = value.int()
     assert packed_products(flat) == (0, 3)
 
 
