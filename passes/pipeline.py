@@ -41,7 +41,7 @@ from v41.passes.same_values import check_values
 from v41.passes.take_in_combine import take_in_combine
 from v41.passes.take_in_gathers import take_in_gathers
 from v41.passes.trim_replay import trim_replay
-from v41.passes.verify import EFFECTS, SHARED, WRITES, Facts, Memory, facts, verify
+from v41.passes.verify import CARRIED, EFFECTS, SHARED, WRITES, Facts, Memory, facts, verify
 from v41.regions import REDUCED
 from v41.report import Decision, PassRun
 
@@ -70,9 +70,10 @@ class Pass:
 
 
 PIPELINE: tuple[Pass, ...] = (
-    Pass(drop_lone_collectives, breaks=(EFFECTS, WRITES)),  # with one rank a collective is none
+    Pass(drop_lone_collectives, breaks=(EFFECTS, CARRIED, WRITES)),  # with one rank a collective is none
     Pass(canonicalize),
-    Pass(trim_replay, needs=(canonicalize,), by_name=True),  # before regions, which are then found in both halves alike
+    # Before regions, which are then found in both halves alike. Ranks add up the rows that are left, all of them alike.
+    Pass(trim_replay, needs=(canonicalize,), by_name=True, breaks=(CARRIED,)),
     Pass(fold_sinkhorn, needs=(canonicalize,), expects="unrolled Sinkhorn loop"),
     Pass(outline_mhc, needs=(fold_sinkhorn,), expects="mHC boundary", tells=True),
     Pass(outline_index_scores, needs=(canonicalize,)),  # before the gate, which would look at its top-k

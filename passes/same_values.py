@@ -7,14 +7,15 @@
 Integers are drawn below the size of what they index, where the graph says so, else from 0 and 1, which index nearly
 everything; divisors are not 0. Once all integers are -1, as picks that there are not. Inputs on which the program
 before a pass does not run itself tell nothing of the pass; nor does fp64 where the program reads the bits of floats
-(quantised records), and the model's own types stand alone.
+(quantised records), and the model's own types stand alone. Collectives give what they would if all ranks had what this
+one has: nothing is sent, for on such inputs one rank may fail where another waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
 from v41._compat import outside_fake_mode, size_with
+from v41._compat_groups import ranks_of
 from v41.errors import InvariantBroken
+from v41.passes.analysis.collectives import spoken
 from v41.passes.matching import fake, source_of_view
 from v41.regions import invoke_subgraph
 from v41.report import source_of
@@ -115,7 +118,7 @@ def run(gm: GraphModule, inputs: Sequence[Any], *, exact: bool = False) -> Any:
     """The outputs of `gm`, whose code is up to date. Random numbers are the same in every run."""
     with torch.no_grad(), outside_fake_mode(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Runner(gm, exact=True).run(*inputs) if exact else gm(*inputs)
+        return Runner(gm, exact).run(*inputs) if exact or spoken(gm)[1] else gm(*inputs)
 
 
 class Runner(Interpreter):
@@ -142,7 +145,28 @@ class Runner(Interpreter):
             raise RuntimeError("fp64 has not the bits of narrower types")  # by luck sizes may fit, and mean nothing
         if self.exact and target is not operator.getitem:
             args, kwargs = tree_map(_double, (args, kwargs))
+        if target in ALONE:
+            names = [argument.name for argument in target._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            ranks = ranks_of(given.get("group_name"))
+            if ranks is not None or target is c10d.wait_tensor.default:
+                return ALONE[target](given, ranks)
         return super().call_function(target, args, kwargs)
+
+
+def _summed(x: Tensor, given: dict[str, Any], ranks: int) -> Tensor:
+    """What `ranks` ranks that all have x make of it."""
+    by = {"sum": lambda: x * ranks, "product": lambda: x**ranks}
+    return by.get(given["reduce_op"].lower(), x.clone)().to(x.dtype)
+
+
+c10d = ops._c10d_functional
+ALONE: dict[Any, Callable[[dict[str, Any], Any], Tensor]] = {
+    c10d.wait_tensor.default: lambda given, ranks: given["tensor"],
+    c10d.all_reduce.default: lambda given, ranks: _summed(given["input"], given, ranks),
+    c10d.all_gather_into_tensor.default: lambda given, ranks: torch.cat([given["input"]] * ranks),
+    c10d.reduce_scatter_tensor.default: lambda given, ranks: _summed(given["input"].chunk(ranks)[0], given, ranks),
+}
 
 
 def _double(value: Any) -> Any:

@@ -36,6 +36,7 @@ class Facts:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     effects: tuple[str, ...]
+    carried: tuple[str, ...]  # what each collective gives, its sizes included
     written: tuple[str, ...]
     shared: tuple[int, ...]  # for every output the first input or output that has its memory
 
@@ -151,11 +152,16 @@ def changes_effects(program: Program) -> Culprit | None:
     return _differs(program, program.before.effects, program.now.effects)
 
 
+def changes_what_is_carried(program: Program) -> Culprit | None:
+    return _differs(program, program.before.carried, program.now.carried)
+
+
 def changes_shared_memory(program: Program) -> Culprit | None:
     return _differs(program, program.before.shared, program.now.shared)
 
 
 EFFECTS = "keeps collectives, random numbers and assertions in order"
+CARRIED = "keeps the sizes of what collectives carry"
 WRITES = "keeps writes and their order"
 SHARED = "keeps which inputs and outputs share memory"
 RULES: tuple[tuple[str, Callable[[Program], Culprit | None]], ...] = (
@@ -166,6 +172,7 @@ RULES: tuple[tuple[str, Callable[[Program], Culprit | None]], ...] = (
     ("keeps its outputs", changes_outputs),
     ("writes the same inputs", changes_written_inputs),
     (EFFECTS, changes_other_effects),
+    (CARRIED, changes_what_is_carried),
     (WRITES, changes_effects),
     (SHARED, changes_shared_memory),
 )
@@ -284,17 +291,20 @@ def _facts(gm: GraphModule, fresh: dict[Node, Any]) -> Facts:
     values = [*(fresh[node] for node in inputs), *(fresh[n] if isinstance(n, Node) else n for n in outputs)]
     first: dict[object, int] = {}
     owners = [memory_of(value) if isinstance(value, Tensor) else ("no memory", i) for i, value in enumerate(values)]
+    effects = list(_effects(gm))
     return Facts(
         inputs=tuple(f"{node.name} {layout(fresh[node])}" for node in inputs),
         outputs=tuple(layout(value) for value in values[len(inputs) :]),
-        effects=tuple(_effects(gm)),
+        effects=tuple(effect for effect, _ in effects),
+        carried=tuple(told for _, told in effects if told is not None),
         written=tuple(sorted(node.name for node in written_inputs(gm))),
         shared=tuple(first.setdefault(owner, i) for i, owner in enumerate(owners)),
     )
 
 
-def _effects(gm: GraphModule) -> Iterator[str]:
-    """What `gm` does besides computing, in order, regions and other subgraphs from within."""
+def _effects(gm: GraphModule) -> Iterator[tuple[str, str | None]]:
+    """What `gm` does besides computing, in order, regions and other subgraphs from within; and what a collective gives,
+    of which the effect tells no sizes."""
     read = _read_again(gm)
     for node in gm.graph.nodes:
         effect = effect_of(node)
@@ -302,11 +312,15 @@ def _effects(gm: GraphModule) -> Iterator[str]:
             yield from _effects(body_of(node))
         elif effect == "writes":
             names = ", ".join(base.name for arg in written_args(node) for base in bases(arg))
-            yield f"writes {names} by {node.target}{' for a later read' if node in read else ''}"
+            yield f"writes {names} by {node.target}{' for a later read' if node in read else ''}", None
         elif effect == "asserts":
-            yield f"asserts {', '.join(str(arg.meta.get('val')) for arg in node.all_input_nodes)}"
+            yield f"asserts {', '.join(str(arg.meta.get('val')) for arg in node.all_input_nodes)}", None
         elif effect is not None:
-            yield f"{effect} {node.target} {spec(node.meta.get('val'))}"
+            value, told = node.meta.get("val"), f"{effect} {node.target}"
+            if effect == "collective" and isinstance(value, Tensor):
+                yield f"{told} {value.dtype} of {value.ndim} axes", f"{told} {spec(value)}"
+            else:
+                yield f"{told} {spec(value)}", None
 
 
 def _read_again(gm: GraphModule) -> set[Node]:

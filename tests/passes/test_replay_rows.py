@@ -12,8 +12,11 @@ from torch.fx import GraphModule, Node
 from tests.passes.test_row_rules import Writer
 from tests.passes.test_trim_replay import kept_of
 from tests.strategies.rows import WINDOW, build
+from v41.errors import InvariantBroken
+from v41.passes.pipeline import PIPELINE
 from v41.passes.replay_rows import CUT, KNOWN, SIZED
-from v41.passes.trim_replay import FUNCTIONAL, trim
+from v41.passes.trim_replay import FUNCTIONAL, trim, trim_replay
+from v41.passes.verify import CARRIED, facts, verify
 from v41.report import Decision
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -33,6 +36,10 @@ def of_unfinished_sum(write: Writer, x: Node) -> Node:
     everywhere, x = (write(c10d.wait_tensor.default, begun) for _ in range(2))
     total = write(aten.sum.dim_IntList, everywhere, [0])
     return write(aten.add.Tensor, x, total)
+
+
+def of_finished_sum(write: Writer, x: Node) -> Node:
+    return write(aten.gelu.default, write(c10d.wait_tensor.default, write(c10d.all_reduce.default, x, "sum", "0")))
 
 
 def of_size_without_node(write: Writer, x: Node) -> Node:
@@ -66,6 +73,18 @@ def test_the_rule_that_is_broken_is_named(flaw: str) -> None:
 
 def test_without_a_flaw_nothing_is_refused() -> None:
     assert refusals(*program(lambda write, x: write(aten.view.default, x, [-1, 8]))) == []
+
+
+def test_ranks_add_up_the_rows_that_are_left_and_else_all_is_kept() -> None:
+    """As its place in the pipeline says: the pass may change how many rows a collective carries, and no other rule."""
+    gm, inputs = program(of_finished_sum)
+    known = facts(gm)
+    assert all(each.applied for each in trim(gm, kept_of(inputs, WINDOW)))
+    (trimming,) = (each for each in PIPELINE if each.run is trim_replay)
+    verify(gm, known, name="trim_replay", but=trimming.breaks)
+    with pytest.raises(InvariantBroken) as caught:
+        verify(gm, known, name="trim_replay")
+    assert caught.value.facts["rule"] == CARRIED
 
 
 def test_a_write_that_what_follows_may_see_is_named() -> None:

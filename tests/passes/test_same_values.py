@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.invariants import apply
 from tests.strategies.tracing import trace
@@ -23,7 +25,7 @@ from v41.passes.same_values import RULE, check_values, difference, random_inputs
 from v41.report import collect
 from v41.tools.inspect import first_layers
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def program() -> GraphModule:
@@ -153,3 +155,45 @@ def test_the_values_of_a_whole_model_are_compared_after_every_pass() -> None:
     not_compared = {run.name: run.warning for run in runs if run.warning}
     assert not_compared.keys() == {"trim_replay"}  # random numbers keep no promises of a batch
     assert "rests on promises of a batch" in str(not_compared["trim_replay"])
+
+
+# ---- ranks
+
+
+def said(x: Tensor) -> list[Tensor]:
+    total = c10d.wait_tensor(c10d.all_reduce(x, "sum", "0"))
+    parts = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 3, "0"))
+    mine = c10d.wait_tensor(c10d.reduce_scatter_tensor(parts, "sum", 3, "0"))
+    return [total, c10d.wait_tensor(c10d.all_reduce(x, "max", "0")), parts.sin(), mine]
+
+
+def lose_a_sum(gm: GraphModule) -> None:
+    wait = next(node for node in gm.graph.nodes if node.target is c10d.wait_tensor.default)
+    wait.replace_all_uses_with(wait.args[0].args[0])
+    gm.graph.erase_node(wait)
+
+
+@pytest.fixture
+def three_ranks() -> Iterator[None]:
+    """Of whom this process has a group that answers every question with what it was given."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("three_ranks")
+def test_other_ranks_are_not_asked_and_a_lost_sum_is_found() -> None:
+    """A rank that fails on inputs on which another runs would leave that one waiting."""
+    gm = trace(said, torch.randn(2, 4))
+    assert check_values(copy_of(gm), copy_of(gm), name="nothing") is None
+    given = random_inputs(gm, 2)
+    (x,) = (each for each in given if isinstance(each, Tensor))
+    total, most, parts, mine = same_values.run(gm, given)
+    assert same_bits(total, 3 * x) and same_bits(most, x)
+    assert same_bits(parts, torch.cat([x] * 3).sin()) and same_bits(mine, 3 * x)
+    after = copy_of(gm)
+    lose_a_sum(after)
+    after.recompile()
+    with pytest.raises(InvariantBroken) as caught:
+        check_values(copy_of(gm), after, name="careless")
+    assert caught.value.facts["rule"] == RULE

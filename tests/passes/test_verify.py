@@ -15,11 +15,11 @@ from v41.errors import InvariantBroken
 from v41.passes.verify import RULES, facts, verify
 from v41.regions import body_of, outline, regions
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def program() -> GraphModule:
-    """A write, random numbers, an output that is a view of another, and a region."""
+    """A write, random numbers that ranks add up, an output that is a view of another, and a region."""
 
     def step(x: Tensor, slots: Tensor, cache: Tensor) -> Any:
         y = (x * 2).relu()
@@ -31,6 +31,14 @@ def program() -> GraphModule:
 
     gm = trace(step, torch.randn(3, 4), torch.tensor([0, 1, 2]), static=(torch.zeros(5, 4),))
     outline(gm, [only(gm, aten.mul.Tensor), only(gm, aten.relu.default)], kind="twice")
+    results = gm.graph.output_node().args[0]
+    noise = results[0]  # type: ignore[index]
+    with gm.graph.inserting_after(noise):  # type: ignore[arg-type]
+        begun = gm.graph.call_function(c10d.all_reduce.default, (noise, "sum", "0"))
+    with gm.graph.inserting_after(begun):
+        total = gm.graph.call_function(c10d.wait_tensor.default, (begun,))
+    begun.meta, total.meta = dict(noise.meta), dict(noise.meta)  # type: ignore[union-attr]
+    gm.graph.output_node().args = ((total, *results[1:]),)  # type: ignore[index]
     return gm
 
 
@@ -110,6 +118,21 @@ def draw_twice(gm: GraphModule) -> None:
         gm.graph.node_copy(node)
 
 
+def add_up_half(gm: GraphModule) -> None:
+    """Over ranks; so there is a program of the same outputs."""
+    begun, total = only(gm, c10d.all_reduce.default), only(gm, c10d.wait_tensor.default)
+    noise, half = begun.args[0], begun.meta["val"][:2]
+    with gm.graph.inserting_before(begun):
+        part = gm.graph.call_function(aten.slice.Tensor, (noise, 0, 0, 2))
+    part.meta["val"] = half
+    begun.update_arg(0, part)
+    with gm.graph.inserting_after(total):
+        twice = gm.graph.call_function(aten.repeat.default, (total, [2]))
+    twice.meta["val"] = begun.meta["val"]
+    total.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
+    begun.meta["val"] = total.meta["val"] = half.clone()
+
+
 def write_another_way(gm: GraphModule) -> None:
     copy = only(gm, aten.copy_.default)
     with gm.graph.inserting_before(copy):
@@ -150,6 +173,7 @@ DAMAGES: dict[Callable[[GraphModule], None], str] = {
     swap_outputs: "keeps its outputs",
     lose_a_write: "writes the same inputs",
     draw_twice: "keeps collectives, random numbers and assertions in order",
+    add_up_half: "keeps the sizes of what collectives carry",
     write_another_way: "keeps writes and their order",
     read_behind_a_write: "keeps writes and their order",
     copy_a_returned_view: "keeps which inputs and outputs share memory",
@@ -206,7 +230,7 @@ def test_the_error_says_what_where_and_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(("damage", "detail"), [
-    (draw_twice, "was nothing and is random aten.rand.default f32[4]"),
+    (draw_twice, "torch.float32 of 1 axes and is random aten.rand.default f32[4]"),
     (lose_a_write, "number 0 was arg2_1 and is nothing"),
 ])  # fmt: skip
 def test_the_error_tells_what_was_and_what_is(damage: Callable[[GraphModule], None], detail: str) -> None:
