@@ -105,3 +105,15 @@ def test_the_work_between_products_compiles_with_hardly_a_spill(
         products = [fact for request, fact in zip(asked, facts, strict=True)
                     if fact.arch == "sm_90" and request.constants["STEP"] != LATER]  # fmt: skip
         assert all("wgmma" in fact.ptx and "mma.sync" not in fact.ptx for fact in products), "another order of sums"
+
+
+def test_a_gate_compiles_without_a_spill_for_any_rows(record_property: Callable[[str, object], None]) -> None:
+    case = CASES["router"]
+    rows = [most for most, _ in held_launch.FRONTS[:-1]] + [4096]
+    asked = requests(generate(case.body(), "router"), partial(case.inputs, device="cpu"), rows, "sm_90")  # type: ignore[arg-type]
+    assert len({str(sorted(request.constants.items())) for request in asked}) == 2 * len(held_launch.FRONTS)
+    for request, fact in zip(asked, compile_for(asked), strict=True):
+        label, found = told(request, fact)
+        record_property(label, found)
+        check_waits(request, fact)
+        assert fact.spill_bytes == 0, label
