@@ -113,8 +113,8 @@ def decoded(pairs: Tensor, scales: Tensor) -> Tensor:
 @cache
 def _values() -> Tensor:
     """Of each byte its two codes, fp32 [256, 2]."""
-    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    byte = torch.arange(256)
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cpu")
+    byte = torch.arange(256, device="cpu")
     return torch.cat((sizes, -sizes))[torch.stack((byte & 15, byte >> 4), -1)]
 
 

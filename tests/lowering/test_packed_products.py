@@ -26,6 +26,7 @@ from v41.lowering.cross_compile import Request, compile_for
 from v41.lowering.packed_products import (
     KERNEL,
     Tiles,
+    _values,
     decoded,
     launch,
     launched,
@@ -191,6 +192,14 @@ def test_on_a_cpu_each_group_is_decoded_alone(sizes: list[int], terms: int, seed
     ours = packed_on_cpu(in_order(x, step), pairs, scales, ends, step)
     assert torch.equal(ours, eager(x, pairs, scales, ends))
     assert ours.shape == packed_of_fakes(x, pairs, scales, ends, step).shape
+
+
+def test_a_call_under_another_default_device_spoils_no_later_one() -> None:
+    x, pairs, scales, ends = case([2, 1], 64)
+    _values.cache_clear()
+    with torch.device("meta"):
+        packed_on_cpu(in_order(x, 64), pairs, scales, ends, 64)
+    assert torch.equal(packed_on_cpu(in_order(x, 64), pairs, scales, ends, 64), eager(x, pairs, scales, ends))
 
 
 # ---- the rewrite
