@@ -171,7 +171,8 @@ def layers(inspection: Inspection) -> list[LayerView]:
     refused = {(d.body, d.node): d for run in inspection.report.passes for d in run.decisions if not d.applied}
     current, behind = None, set[str]()  # behind: values that rest on a layer
     for piece in inspection.plan.pieces:
-        nodes = {node: layer_of(node, parameters) for node in piece.body.graph.nodes}
+        told = ((node, layer_of(node, parameters)) for node in piece.body.graph.nodes)
+        nodes = {node: layer if layer in views else None for node, layer in told}  # a module's number may be no layer's
         votes = votes_of(nodes, behind)
         unknown = None if reads_ends(piece, parameters) else current
         current = max(votes, key=lambda each: (votes[each], each is not None), default=unknown)

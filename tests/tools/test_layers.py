@@ -13,6 +13,8 @@ from torch.compiler import nested_compile_region
 
 from tests.tools.small_models import route
 from v41._compat_trace import mark_rows
+from v41.model_def.config import V41Config
+from v41.model_def.moe import MoE
 from v41.model_def.topk import topk_lowest_index
 from v41.tools.inspect import Inspection, capture_call, layers
 from v41.tools.nodes import module_of
@@ -65,6 +67,20 @@ def test_regions_of_one_piece_are_told_in_their_own_layers() -> None:
     assert steps == {None: [], 0: [3], 1: [], 2: [3], 3: [5]}  # the last one lies in no layer: behind that of 3
     work = [layer for layer, view in views.items() if any(piece.nodes > 5 for piece in view.pieces)]
     assert work == [2]  # of 7 to 16 nodes of each, most
+
+
+def experts_alone() -> tuple[nn.Module, tuple[Tensor]]:
+    """A module of the plain model by itself: no parameter names a layer."""
+    config = V41Config.preset("tiny")
+    x = torch.randn(5, config.hidden_size).bfloat16()
+    mark_rows(x)
+    return MoE(config).requires_grad_(False), (x,)
+
+
+def test_where_no_parameter_names_a_layer_there_is_none() -> None:
+    torch._dynamo.reset()
+    (outside,) = layers(capture_call(experts_alone, codegen="triton"))
+    assert outside.layer is None and [region.kind for region in outside.regions] == ["moe_gate", "experts"]
 
 
 @nested_compile_region
