@@ -38,9 +38,8 @@ No rank waits for a program that may not be there: a program of one shot waits f
 on the GPU at once (launch.py), and a launch of two shots waits for earlier launches alone.
 
 A wait ends after the workspace's patience. Then it leaves a record (v41/channels.py) in `failed`, where the first one
-stays and keeps programs that begin later from waiting as long (one that runs may wait once more a chunk that it has), and
-where the host looks. What is computed from there on is
-garbage; the host says so.
+stays and keeps programs that begin later from waiting as long (one that runs may wait again for each chunk it has), and
+where the host looks. What is computed from there on is garbage; the host says so.
 """
 
 from __future__ import annotations
