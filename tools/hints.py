@@ -107,6 +107,8 @@ HINTS = {
     "what is on the way to the part is read there alone": "read the sum, or compute again what is on the way to it",
     "each row of the part is made of rows of its own": "add up over the picks of a token, not over tokens",
     "rows are named by a sort of as many": "take the rows of experts by the inverse of the sort that grouped them",
+    "what it is made of is not written over meanwhile":
+        "write caches behind the sum, or read what the part needs of them before",
     "what it is made of is no wider than the part": "return what experts compute in the dtype of the sum",
     "no write, collective or draw stands between the collective and what reads the sum":
         "move the other collective, draw or write before the all-reduce, or behind the norm",
