@@ -290,8 +290,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_capture(
     def no_model(*given: object, **named: object) -> None:
         raise AssertionError("a model was captured")
 
+    monkeypatch.setattr("v41.tools.capture_command.captured", no_model)  # first: importing it takes what sources has
     monkeypatch.setattr(sources, "captured", no_model)
-    monkeypatch.setattr("v41.tools.capture_command.captured", no_model)
     for command in (["inspect", "tiny", "--html", under], ["inspect", "tiny", "--dot", str(tmp_path)],
                     ["timeline", "tiny", "--trace", under]):  # fmt: skip
         assert main(command) == 2
