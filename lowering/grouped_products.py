@@ -24,6 +24,7 @@ from v41._compat import known_equal
 aten = torch.ops.aten
 MEAN = 24  # rows a group, above which the library is as fast
 HALVES = (torch.bfloat16, torch.float16)
+ARGUMENTS = ("self", "mat2", "offs", "bias", "out_dtype")
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,13 @@ class Tiles:
 
 
 def tiles_for(rows: int, groups: int) -> Tiles:
-    """Tiles that hold most groups at once, by the mean number of rows."""
+    return Tiles(height_for(rows, groups))
+
+
+def height_for(rows: int, groups: int) -> int:
+    """Rows of a tile that holds most groups at once, by their mean number."""
     mean = -(-rows // groups)
-    return Tiles(next(most for most in (16, 32, 64, 128) if 4 * mean <= most or most == 128))
+    return next(most for most in (16, 32, 64, 128) if 4 * mean <= most or most == 128)
 
 
 def grouped_on_gpu(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -101,13 +106,17 @@ def grouped_products(gm: GraphModule, devices: Collection[str] = ("cuda",)) -> i
     return found
 
 
+def given_to(product: Node) -> dict[str, Any]:
+    """The arguments of a grouped product by name."""
+    return {**dict(zip(ARGUMENTS, product.args, strict=False)), **product.kwargs}
+
+
 def fits(node: Node) -> bool:
     """Whether this is a site."""
-    names = ("self", "mat2", "offs", "bias", "out_dtype")
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = given_to(node)
     if given.get("bias") is not None or not isinstance(given.get("offs"), Node):
         return False
-    x, weights, ends = (given[name].meta["val"] for name in names[:3])
+    x, weights, ends = (given[name].meta["val"] for name in ARGUMENTS[:3])
     if x.ndim != 2 or weights.ndim != 3 or ends.dtype != torch.int32:
         return False
     if x.dtype not in HALVES or weights.dtype != x.dtype or given.get("out_dtype") not in (None, x.dtype):

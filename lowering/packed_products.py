@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from v41._compat import known_equal
+from v41.lowering.grouped_products import given_to, height_for
 from v41.lowering.packed_kernel import NAME, TEXT
 from v41.lowering.rowwise import Kernel
 from v41.lowering.templates.decode import UNIT, packs
@@ -49,10 +50,9 @@ class Tiles:
 
 
 def tiles_for(rows: int, groups: int) -> Tiles:
-    """Tiles that hold most groups at once, by the mean number of rows; what is decoded meets many of them."""
-    mean = -(-rows // groups)
-    most = next(most for most in (16, 32, 64, 128) if 4 * mean <= most or most == 128)
-    return Tiles(most) if most < 64 else Tiles(most, 128, warps=8)
+    """Tiles that hold most groups at once; what is decoded meets many rows."""
+    height = height_for(rows, groups)
+    return Tiles(height) if height < 64 else Tiles(height, 128, warps=8)
 
 
 def step_of(terms: int) -> int:
@@ -63,14 +63,14 @@ def step_of(terms: int) -> int:
 # ---- the operator
 
 
-def packed_on_gpu(x: Tensor, pairs: Tensor, scales: Tensor, ends: Tensor, step: int) -> Tensor:
-    """x bf16 [rows, terms], terms of each `step` as `ordered` puts them; pairs of codes [groups, columns, terms / 2],
-    bytes of ue8m0 [groups, columns, terms / group], ends int32 [groups] -> bf16 [rows, columns]. Rows behind the last
-    end are left as memory was."""
-    return launch(x, pairs, scales, ends, step)
+def ordered(x: Tensor, step: int) -> Tensor:
+    """[rows, terms]: the terms of each `step` as decoding leaves them, the first of all units, then the second."""
+    return x.unflatten(1, (-1, step // UNIT, UNIT)).mT.flatten(1)
 
 
 def launch(x: Tensor, pairs: Tensor, scales: Tensor, ends: Tensor, step: int, tiles: Tiles | None = None) -> Tensor:
+    """x bf16 [rows, terms], `ordered`; pairs of codes [groups, columns, terms / 2], bytes of ue8m0 [groups, columns,
+    terms / group], ends int32 [groups] -> bf16 [rows, columns]. Rows behind the last end are left as memory was."""
     chosen = tiles or tiles_for(x.shape[0], pairs.shape[0])
     out = x.new_empty(x.shape[0], pairs.shape[1])
     if x.shape[0]:
@@ -123,7 +123,7 @@ def packed_of_fakes(x: Tensor, pairs: Tensor, scales: Tensor, ends: Tensor, step
 
 
 torch.library.define("v41::packed_product", "(Tensor x, Tensor pairs, Tensor scales, Tensor ends, int step) -> Tensor")
-torch.library.impl("v41::packed_product", "CUDA", packed_on_gpu)
+torch.library.impl("v41::packed_product", "CUDA", launch)
 torch.library.impl("v41::packed_product", "CPU", packed_on_cpu)
 torch.library.register_fake("v41::packed_product", packed_of_fakes)
 
@@ -135,7 +135,6 @@ torch.library.register_fake("v41::packed_product", packed_of_fakes)
 class Site:
     """One product, and how its weights are stored."""
 
-    product: Node
     x: Node
     pairs: Node
     scales: Node
@@ -174,8 +173,7 @@ def packed_products(gm: GraphModule, devices: Collection[str] = ("cuda", "cpu"))
 
 def site_of(product: Node) -> Site | None:
     """What is to be known of a product, or None if it is no site."""
-    names = ("self", "mat2", "offs", "bias", "out_dtype")
-    given: dict[str, Any] = {**dict(zip(names, product.args, strict=False)), **product.kwargs}
+    given = given_to(product)
     x, ends = given["self"], given.get("offs")
     if given.get("bias") is not None or not isinstance(ends, Node) or not isinstance(x, Node):
         return None
@@ -196,7 +194,7 @@ def site_of(product: Node) -> Site | None:
     dense = all(each.is_contiguous() for each in (pairs, scales)) and known_equal(ends.meta["val"].stride(0), 1)
     if not fits or not dense or ends.meta["val"].dtype != torch.int32:
         return None
-    return Site(product, x, stored[0], stored[1], ends, terms)
+    return Site(x, stored[0], stored[1], ends, terms)
 
 
 def _is_transposed(weights: Node) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from tests.invariants import apply
+from tests.lowering.test_grouped_products import by_loop, rms
 from tests.strategies.tracing import trace
 from tests.triton_interpreter import Interpreter
 from v41 import collect
@@ -30,13 +31,13 @@ from v41.lowering.packed_products import (
     decoded,
     launch,
     launched,
+    ordered,
     packed_of_fakes,
     packed_on_cpu,
     packed_products,
     step_of,
     tiles_for,
 )
-from v41.lowering.templates.decode import UNIT
 from v41.model_def.config import V41Config
 from v41.model_def.moe import MoE, expert_ends, swiglu
 from v41.model_def.quantization import decode_e2m1, power_of_two, unpack_pairs
@@ -62,10 +63,6 @@ def case(sizes: list[int], terms: int, group: int = GROUP, seed: int = 0) -> tup
     return x, pairs, scales, torch.tensor(sizes).cumsum(0).int()
 
 
-def in_order(x: Tensor, step: int) -> Tensor:
-    return x.unflatten(1, (-1, step // UNIT, UNIT)).mT.flatten(1).contiguous()
-
-
 def truth_of(pairs: Tensor, scales: Tensor) -> Tensor:
     """fp64 [groups, columns, terms], by the definition of the format."""
     grid = torch.tensor((*E2M1, *(-size for size in E2M1)), dtype=torch.float64)
@@ -80,18 +77,8 @@ def interpreted(
     step = step_of(2 * pairs.shape[2])
     out = torch.full((len(x), pairs.shape[1]), float("nan"), dtype=x.dtype)
     grid, constants = launched(len(x), pairs.shape, scales.shape[2], step, tiles)
-    return interpreter.launch(KERNEL.path, KERNEL.name, grid, in_order(x, step), pairs.view(torch.int16), scales, ends,
+    return interpreter.launch(KERNEL.path, KERNEL.name, grid, ordered(x, step), pairs.view(torch.int16), scales, ends,
                               out, **constants, PACKED=False)[4]  # fmt: skip
-
-
-def by_loop(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """fp64, each row with its group's weights."""
-    group = torch.searchsorted(ends.long(), torch.arange(len(x)), right=True)
-    return torch.einsum("rk,rnk->rn", x.double(), weights[group])
-
-
-def rms(x: Tensor) -> float:
-    return x.square().mean().sqrt().item() if x.numel() else 0.0
 
 
 # ---- the kernel
@@ -189,7 +176,7 @@ def test_pairs_that_begin_at_an_odd_byte_are_copied(monkeypatch: pytest.MonkeyPa
 def test_on_a_cpu_each_group_is_decoded_alone(sizes: list[int], terms: int, seed: int) -> None:
     x, pairs, scales, ends = case(sizes, terms, seed=seed)
     step = step_of(terms)
-    ours = packed_on_cpu(in_order(x, step), pairs, scales, ends, step)
+    ours = packed_on_cpu(ordered(x, step), pairs, scales, ends, step)
     assert torch.equal(ours, eager(x, pairs, scales, ends))
     assert ours.shape == packed_of_fakes(x, pairs, scales, ends, step).shape
 
@@ -198,8 +185,8 @@ def test_a_call_under_another_default_device_spoils_no_later_one() -> None:
     x, pairs, scales, ends = case([2, 1], 64)
     _values.cache_clear()
     with torch.device("meta"):
-        packed_on_cpu(in_order(x, 64), pairs, scales, ends, 64)
-    assert torch.equal(packed_on_cpu(in_order(x, 64), pairs, scales, ends, 64), eager(x, pairs, scales, ends))
+        packed_on_cpu(ordered(x, 64), pairs, scales, ends, 64)
+    assert torch.equal(packed_on_cpu(ordered(x, 64), pairs, scales, ends, 64), eager(x, pairs, scales, ends))
 
 
 # ---- the rewrite

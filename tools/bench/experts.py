@@ -25,7 +25,6 @@ from torch import Tensor
 from v41.errors import BenchNeedsGPU
 from v41.lowering import grouped_products, packed_products
 from v41.lowering.grouped_products import MEAN, grouped_by_library
-from v41.lowering.templates.decode import UNIT
 from v41.model_def.moe import expert_ends
 from v41.model_def.quantization import GROUP, dequantize_mxfp4
 from v41.tools.bench import timing
@@ -120,7 +119,7 @@ def measured(weights: Weights, tokens: int, tune: bool) -> Iterator[dict[str, An
     touched = sum((each > 0).sum().item() for each in sizes) / len(sizes)
     for name, step, call in ways(weights, tokens, tune):
         record: dict[str, Any] = {"contender": name, "product": weights.name, "tokens": tokens}
-        sets = [(in_order(x, step) if step else x, ends) for x, ends in drawn]
+        sets = [(packed_products.ordered(x, step) if step else x, ends) for x, ends in drawn]
         try:
             found = call(*sets[0])
             same = all(torch.equal(call(*sets[0]), found) for _ in range(5))
@@ -134,11 +133,6 @@ def measured(weights: Weights, tokens: int, tune: bool) -> Iterator[dict[str, An
             "us": round(us, 2), "tb_s": round(moved / us * 1e-6, 3), "error": error, "the same every time": same,
             "tflop_s": round(2 * tokens * PICKS * columns * terms / us * 1e-6, 1),
         }  # fmt: skip
-
-
-def in_order(x: Tensor, step: int) -> Tensor:
-    """Rows as decoding leaves the terms of each `step`."""
-    return x.unflatten(1, (-1, step // UNIT, UNIT)).mT.flatten(1).contiguous()
 
 
 def bench_command(arguments: Namespace) -> int:
